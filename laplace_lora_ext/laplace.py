@@ -356,16 +356,15 @@ def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRA
     state = read_state(folder)
     fitted = ModelState.from_state_dict(state["model"])
     classes = {cls.__name__: cls for cls in _CLASSES}
-    la = classes[state["cls_name"]](
-        model,
-        state["likelihood"],
-        class_token_ids=fitted.class_token_ids,
-        mask_token_id=fitted.mask_token_id,
-        normalised=fitted.normalised,
-        weight_names=list(fitted.blocks),
-        backend_kwargs=state["settings"],
-        **kwargs,
-    )
+    # Given ones that differ are refused when the state is loaded.
+    options: dict[str, Any] = {
+        "class_token_ids": fitted.class_token_ids,
+        "mask_token_id": fitted.mask_token_id,
+        "normalised": fitted.normalised,
+        "weight_names": list(fitted.blocks),
+        "backend_kwargs": state["settings"],
+    }
+    la = classes[state["cls_name"]](model, state["likelihood"], **options | kwargs)
     la.load_state_dict(state)
     return la
 

@@ -157,7 +157,7 @@ def over_examples(
     if is_data_set:
         # Ranks that share a model must make equally many passes.
         n_batches = 1 if count() > 1 else _BATCHES_AT_ONCE
-        x = in_order(x, n_batches * batch_size, longest_first)
+        x = in_order(x, n_batches * batch_size, collate_fn=longest_first)
     elif not Share(x).is_dealt:  # dealt examples come back in the data's order
         check_in_order(x)
         is_own = True

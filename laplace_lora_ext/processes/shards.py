@@ -30,10 +30,6 @@ Columns = tuple[Tensor, ...]
 
 _OWN = 2**40  # more examples than any rank has
 _BATCH_SIZE = 8  # where the loader has batches of many sizes
-_GENERATORS = (
-    *(random.Random, np.random.Generator, np.random.RandomState),
-    torch.Generator,
-)
 # What a `DataLoader` is given apart from which examples it reads.
 _OF_LOADING = signature(DataLoader).parameters.keys() - {
     *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"),
@@ -228,7 +224,7 @@ def _of_all_ranks(sampler: Any) -> Any:
     for name, value in own.items():
         if name in ("batch_sampler", "sampler"):
             own[name] = _of_all_ranks(value)
-        elif isinstance(value, _GENERATORS):
+        elif isinstance(value, torch.Generator):
             own[name] = deepcopy(value)
     if "num_replicas" in own:  # torch's word
         n_examples = len(sampler.dataset)
@@ -357,25 +353,14 @@ def select_examples(data: Any, places: list[int]) -> Any:
     return data.select(places) if hasattr(data, "select") else Subset(data, places)
 
 
-def in_order(
-    examples: Any,
-    batch_size: int | None,
-    collate_fn: Callable[[Any], Any] | None = None,
-    **options: Any,
-) -> DataLoader:
+def in_order(examples: Any, batch_size: int | None, **options: Any) -> DataLoader:
     """Load a data set, each example once and in order, which all processes share.
 
     Options are those of a `DataLoader`.
     """
     # By its sampler a `Share` knows that the data are to be dealt.
     sampler = DistributedSampler(examples, shuffle=False) if count() > 1 else None
-    return DataLoader(
-        examples,
-        batch_size=batch_size,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        **options,
-    )
+    return DataLoader(examples, batch_size, sampler=sampler, **options)
 
 
 def in_order_like(

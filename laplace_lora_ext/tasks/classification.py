@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy, nll_loss, one_hot
 from laplace_lora_ext.draws import Draws
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.rounding import equal_up_to_rounding
-from laplace_lora_ext.tasks.task import ClassCounts, Seeds, Task
+from laplace_lora_ext.tasks.task import ClassCounts, Seeds, Task, scaled_seeds
 
 _DRAWN_AT_ONCE = 64  # rows of logits, of which draws take several copies in float64
 
@@ -47,8 +47,7 @@ class Classification(Task):
 
     def label_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
         y = drawn_labels(logits, draws.uniform(num_samples))
-        vectors, weights = _slopes(logits, y)
-        return Seeds(vectors, weights / num_samples**0.5)
+        return scaled_seeds(_slopes(logits, y) / num_samples**0.5)
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         return cross_entropy(logits, y, reduction="sum")
@@ -121,20 +120,15 @@ def _is_top(logits: Tensor) -> Tensor:
     return one_hot(logits.argmax(-1), logits.shape[-1]).bool()
 
 
-def _slopes(logits: Tensor, y: Tensor) -> Seeds:
-    """Compute `p - onehot(y)` for `(S, B)` labels, as vectors and weights.
+def _slopes(logits: Tensor, y: Tensor) -> Tensor:
+    """Compute `p - onehot(y)` for `(S, B)` labels.
 
-    A vector's entries are of order one, however small the slope.
-
-    The label has the largest entry, `-(1 - p_y)`. Computing it and its ratio to the
-    other entries from the log-probabilities of the other classes avoids cancellation.
+    The label has the largest entry, `-(1 - p_y)`. As a sum of the other classes'
+    probabilities, it cancels no digits.
     """
-    log_p = logits.log_softmax(-1)
     is_label = one_hot(y, logits.shape[-1]).bool()
-    others = log_p.expand(is_label.shape).masked_fill(is_label, -torch.inf)
-    vectors = others.softmax(-1) - is_label.to(logits.dtype)
-    p_of_others = others.logsumexp(-1).exp()  # 1 - p_y
-    return Seeds(vectors, p_of_others)
+    of_others = logits.softmax(-1).expand(is_label.shape).masked_fill(is_label, 0)
+    return torch.where(is_label, -of_others.sum(-1, keepdim=True), of_others)
 
 
 def _other_targets(y: Tensor, logits: Tensor) -> str:

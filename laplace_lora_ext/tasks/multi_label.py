@@ -60,8 +60,9 @@ class MultiLabel(Task):
         """
         numbers = draws.uniform(num_samples, logits.shape[-1]).to(logits)
         y = (numbers < logits.sigmoid()).to(logits)
-        vectors, weights = _slopes(logits, y)
-        return Seeds(vectors, weights / num_samples**0.5)
+        # 1 - p cancels where p is near 1: the sigmoid of -f does not.
+        slopes = torch.where(y > 0, -(-logits).sigmoid(), logits.sigmoid())
+        return scaled_seeds(slopes / num_samples**0.5)
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         return binary_cross_entropy_with_logits(logits, y, reduction="sum")
@@ -113,11 +114,3 @@ class MultiLabel(Task):
 
 
 MULTI_LABEL = MultiLabel()
-
-
-def _slopes(logits: Tensor, y: Tensor) -> Seeds:
-    """Compute `p - y` for `(S, B, K)` targets."""
-    # 1 - p cancels where p is near 1: the sigmoid of -f does not.
-    of_not = logits.sigmoid()
-    of_yes = -(-logits).sigmoid()
-    return scaled_seeds(torch.where(y > 0, of_yes, of_not))

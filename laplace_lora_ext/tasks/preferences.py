@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.batches import logits_of
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.tasks.classification import Classification
@@ -42,23 +41,18 @@ class PreferenceModel(LogitsModel):
 
     def _pairs(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return token ids and their mask, `(B, 2, T)`, of one of TRL's batches."""
-        if "margin" in batch:
-            warn(
-                'The likelihood "reward_modeling" has no margin: the batch\'s margin '
-                "is ignored."
-            )
         tokens = batch.get("input_ids")
         if tokens is None or tokens.ndim != 2 or len(tokens) % 2:
             raise ValueError(
                 f"No labels {self.dict_key_y!r} in the batch, and no pairs: pass as "
                 "many chosen as rejected texts, all chosen ones first in input_ids."
             )
-        pairs = {}
-        for key in _KEYS:
-            if key in batch:
-                # All chosen texts come first, then all rejected ones.
-                by_side = batch[key].unflatten(0, (2, -1))
-                pairs[key] = by_side.transpose(0, 1)
+        # All chosen texts come first, then all rejected ones.
+        pairs = {
+            key: batch[key].unflatten(0, (2, -1)).transpose(0, 1)
+            for key in _KEYS
+            if key in batch
+        }
         return pairs
 
     def _call(self, inputs: Any, **kwargs: Any) -> Any:

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 from laplace_lora_ext.draws import Draws
 from laplace_lora_ext.models.answers import Answers
 from laplace_lora_ext.models.batches import IGNORED, Positions, logits_of
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import is_shared
-from laplace_lora_ext.tasks.classification import Classification, drawn_labels
+from laplace_lora_ext.tasks.classification import Classification
 from laplace_lora_ext.tasks.task import ClassCounts, Seeds, scaled_seeds
 
 
@@ -145,21 +144,19 @@ class TokenClassification(Classification):
         G_tᵀ]`, the sum of its tokens' exact Fishers, for the price of one backward
         pass.
         """
-        y = drawn_labels(logits, draws.uniform(num_samples))
-        vectors = logits.softmax(-1) - one_hot(y, logits.shape[-1])
-        weights = logits.new_full((num_samples, 1), num_samples**-0.5)
-        return Seeds(vectors, weights)
+        of_tokens = super().label_seeds(logits, num_samples, draws)
+        return scaled_seeds(of_tokens.dense(), over=(1, 2))
 
     def sign_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
         """Compute sums of all columns of a text's tokens, with random signs.
 
-        The signs of two tokens are independent. So the gradient G of a text's whole
-        loss has `E[G Gᵀ] = Σ_t E[G_t G_tᵀ]`, as with drawn labels. What two tokens add
-        to it has the largest part of the noise, and is independent in every sum.
+        The signs of two tokens are independent, and `E[G Gᵀ]` is as with drawn labels.
+        What two tokens add to it has the largest part of the noise, and is independent
+        in every sum.
         """
         signs = draws.signs(num_samples, logits.shape[-1]).to(logits)
-        vectors, weights = scaled_seeds(self.times_root(logits, signs), over=(1, 2))
-        return Seeds(vectors, weights / num_samples**0.5)
+        columns = self.times_root(logits, signs) / num_samples**0.5
+        return scaled_seeds(columns, over=(1, 2))
 
     def owners(self, y: Tensor) -> Tensor:
         return (y != IGNORED).nonzero()[:, 0]

@@ -1,4 +1,4 @@
-"""Language models that write: their fit, and what the class offers and refuses."""
+"""Language models that write: their logits, their fit, what is refused."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -17,9 +17,8 @@ from transformers import (
     BertLMHeadModel,
     BertModel,
     EncoderDecoderModel,
-    GPT2LMHeadModel,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
+    FSMTConfig,
+    FSMTForConditionalGeneration,
 )
 
 import laplace_lora_ext
@@ -29,19 +28,31 @@ from laplace_lora_ext.models import output_layer
 from laplace_lora_ext.passes import graph
 from laplace_lora_ext.saving import write_state
 from laplace_lora_ext.tasks.classification import drawn_labels
-from tests.support.cases import Case, Dense, Softmax, unpadded_rows
+from laplace_lora_ext.tasks.language import TokensModel
+from tests.support.cases import Case, Softmax, unpadded_rows
 from tests.support.cases import dense as dense_of
 from tests.support.dense import EXACT
-from tests.support.models import VOCABULARY, Batch, built, llama, lora_model
+from tests.support.models import (
+    VOCABULARY,
+    Batch,
+    built,
+    llama,
+    lora_model,
+    ragged_batches,
+)
 from tests.support.new_tensors import NewTensors
-from tests.support.posteriors import count_forward_passes, generator, make, normal
+from tests.support.posteriors import count_forward_passes, generator, make
 from tests.support.texts import (
+    LENGTHS,
+    PROMPT,
     drawn_models,
     encoder_decoder,
     fitted_text,
+    pairs_of_texts,
     text_batches,
     token_logits,
 )
+from tests.support.tokens import IGNORED
 
 # Of no factor more columns than the vocabulary has words.
 FULL_RANK = VOCABULARY
@@ -62,36 +73,14 @@ def with_lora(base: nn.Module, target_modules: list[str]) -> nn.Module:
     return model.eval()
 
 
-def gpt2_model() -> nn.Module:
-    return lora_model("gpt2").eval()
-
-
 def with_lora_of_the_embedding() -> nn.Module:
     model = lora_model("gpt2", target_modules=["c_attn", "wte"])
     return model.eval()
 
 
-class WithModuleBehind(GPT2LMHeadModel):
-    """A model with another module behind its output layer."""
-
-    def forward(self, *args, **kwargs):
-        output = super().forward(*args, **kwargs)
-        output.logits = self.behind(output.logits)
-        return output
-
-
-def with_a_module_behind() -> nn.Module:
-    model = lora_model("gpt2")
-    base = model.get_base_model()
-    base.__class__ = WithModuleBehind
-    layer = nn.Linear(VOCABULARY, VOCABULARY)
-    base.behind = layer.double()
-    return model.eval()
-
-
 def overwriting() -> nn.Module:
     """Make a model that overwrites what its output layer is given."""
-    model = gpt2_model()
+    model = lora_model("gpt2").eval()
 
     def double(layer: nn.Module, args: tuple[Tensor]) -> None:
         args[0].mul_(2)
@@ -139,9 +128,7 @@ def gemma2() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "gpt2": gpt2_model,
     "embedding": with_lora_of_the_embedding,
-    "behind": with_a_module_behind,
     "overwriting": overwriting,
     "llama": llama_with_checkpoints,
     "t5": partial(encoder_decoder, "t5"),
@@ -150,19 +137,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.fixture
-def gpt2() -> nn.Module:
-    return gpt2_model()
-
-
 def first_batch() -> Batch:
     first, *_ = text_batches()
     return first
 
 
-def make_of_texts(model: nn.Module, **settings: Any) -> Any:
-    """Make a posterior of a language model that is not fitted."""
-    return make(model, likelihood="language_modeling", **settings)
+make_of_texts = partial(make, likelihood="language_modeling")
 
 
 # --- curvature, loss and evidence -----------------------------------------------------
@@ -171,33 +151,24 @@ def make_of_texts(model: nn.Module, **settings: Any) -> Any:
 def of_labelled_tokens(model: nn.Module, text: Batch) -> Tensor:
     """Compute logits `(tokens, V)` that predict the labels of an unpadded text."""
     logits = model(text["input_ids"], use_cache=False).logits
-    return logits[:, :-1][text["labels"][:, 1:] != -100]
-
-
-def of_gpt2(model: nn.Module) -> Dense:
-    """Differentiate the logits of all labelled tokens."""
-    batches = text_batches()
-    return dense_of(
-        Case(model, batches, {}, Softmax(), unpadded_rows, of_labelled_tokens)
-    )
+    return logits[:, :-1][text["labels"][:, 1:] != IGNORED]
 
 
 def test_a_fit_has_the_gradient_of_a_texts_whole_loss_at_drawn_labels(gpt2):
     la = make_of_texts(gpt2, backend_kwargs={"rank": FULL_RANK})
     la.fit(text_batches())
 
-    tokens = of_gpt2(gpt2)
-    p = tokens.logits.softmax(-1)
+    tokens = dense_of(
+        Case(gpt2, text_batches(), {}, Softmax(), unpadded_rows, of_labelled_tokens)
+    )
     n_tokens = []
     for batch in text_batches():
-        n_tokens += numbers_of_labels(batch)
+        n_tokens += (batch["labels"] != IGNORED).sum(1).tolist()
     owners = torch.arange(len(n_tokens)).repeat_interleave(torch.tensor(n_tokens))
     (labels,) = drawn_labels(tokens.logits, Draws(0, owners).uniform(1))
-    slopes = p - one_hot(labels, VOCABULARY)
+    slopes = tokens.logits.softmax(-1) - one_hot(labels, VOCABULARY)
     of_tokens = torch.einsum("nv,nvp->np", slopes, tokens.jacobian)
-    of_texts = []
-    for of_text in of_tokens.split(n_tokens):
-        of_texts.append(of_text.sum(0))
+    of_texts = [of_text.sum(0) for of_text in of_tokens.split(n_tokens)]
     gradients = torch.stack(of_texts)
     # As if a text had one output, whose curvature is one.
     Js = tokens.case.dense(gradients, gradients[:, None]).Js
@@ -205,13 +176,6 @@ def test_a_fit_has_the_gradient_of_a_texts_whole_loss_at_drawn_labels(gpt2):
     expected = torch.block_diag(*[dense.kronecker_block(J, ones) for J in Js])
     found = la.H.to_matrix()
     assert_close(found, expected, rtol=1e-8, atol=1e-10)
-
-
-def numbers_of_labels(batch: Batch) -> list[int]:
-    """Count the labelled tokens of each text."""
-    is_label = batch["labels"] != -100
-    n_labels = is_label.sum(1)
-    return n_labels.tolist()
 
 
 def test_the_loss_and_the_evidence_are_those_of_all_labelled_tokens(gpt2):
@@ -230,38 +194,34 @@ def test_the_loss_and_the_evidence_are_those_of_all_labelled_tokens(gpt2):
     assert_close(found, expected)
 
 
-# --- files ----------------------------------------------------------------------------
-
-
-def some_score(la):
-    """Score a batch by two draws, which are the same each time."""
-    return la.score(first_batch(), 2, generator()).log_prob
-
-
 def test_files_are_read(gpt2, tmp_path):
     la = fitted_text(gpt2, prior_precision=20.0)
     write_state(la.state_dict(), tmp_path)
     again = laplace_lora_ext.from_pretrained(gpt2, tmp_path)
     assert again.likelihood == "language_modeling"
-    assert_close(some_score(again), some_score(la))
+    scores = [
+        each.score(first_batch(), 2, generator()).log_prob for each in (la, again)
+    ]
+    assert_close(*scores)
 
 
 # --- what classes and texts refuse each other -----------------------------------------
 
 
-def draw_logits(la, batch):
-    la.draw_logits(batch)
+READ = {
+    "score": lambda la, batch: la.score(batch, n_samples=2),
+    "draw_logits": lambda la, batch: la.draw_logits(batch),
+    "gridsearch": lambda la, batch: la.optimize_prior_precision(
+        method="gridsearch", val_loader=[batch]
+    ),
+}
 
 
-def score(la, batch):
-    la.score(batch, n_samples=2)
-
-
-@pytest.mark.parametrize("read", [score, draw_logits])
+@pytest.mark.parametrize("read", ["score", "draw_logits"])
 def test_what_reads_texts_refuses_a_classifier(read, gpt2):
     la = make(gpt2, class_token_ids=[1, 2, 3])
     with pytest.raises(ValueError, match="language_modeling"):
-        read(la, first_batch())
+        READ[read](la, first_batch())
     with pytest.raises(ValueError, match="likelihood"):
         la.load_state_dict(fitted_text(gpt2).state_dict())
 
@@ -271,7 +231,6 @@ def test_what_reads_texts_refuses_a_classifier(read, gpt2):
     [
         lambda la, batch: la(batch),
         lambda la, batch: la(batch, pred_type="nn"),
-        lambda la, batch: la.predictive_moments(batch),
         lambda la, batch: la.predictive_statistics([batch]),
     ],
 )
@@ -360,43 +319,14 @@ def test_a_score_takes_a_pass_a_draw_and_one_more(n_samples):
 A_FEW_ROWS = 6
 
 
-def record_calls(layer: nn.Module, calls: list[int]):
-    """Note each call with more than one token from now on."""
-
-    def note(_, inputs, output):
-        states, *_ = inputs
-        if states.shape[:-1].numel() > 1:
-            calls.append(1)
-
-    return layer.register_forward_hook(note)
-
-
-def assert_same_fit(la, expected) -> None:
-    found_H = la.H.to_matrix()
-    expected_H = expected.H.to_matrix()
-    # Streaming factors may lose what is near rounding: 3e-11 is measured.
-    assert_close(found_H, expected_H, rtol=1e-9, atol=1e-10)
-    assert_close(la.loss, expected.loss, **EXACT)
-
-
-def first_layer_of(model: nn.Module) -> nn.Module:
-    """Find the first of a list of layers."""
-    for name, module in model.named_modules():
-        if name.endswith(".0"):
-            return module
-    raise AssertionError("no list of layers")
-
-
 # Gemma's LoRA is in the output layer as well, and so is that of an embedding which is
 # tied to it.
 @pytest.mark.parametrize(
     ("kind", "ragged"),
     [
-        ("gpt2", PADDINGS[2]),
         ("t5", PADDINGS[0]),
         ("gemma2", PADDINGS[1]),
         ("two models", PADDINGS[2]),
-        ("behind", PADDINGS[2]),
         ("overwriting", PADDINGS[1]),
         ("embedding", PADDINGS[1]),
         ("llama", PADDINGS[2]),
@@ -408,6 +338,11 @@ def test_in_parts_all_is_the_same_by_as_many_passes_and_few_rows_of_logits(
     model = MODELS[kind]()
     batches = text_batches(**ragged)
     calls: list[int] = []
+    first_layer = next(m for name, m in model.named_modules() if name.endswith(".0"))
+
+    def note(_, inputs, output) -> None:
+        if inputs[0].shape[:-1].numel() > 1:
+            calls.append(1)
 
     def measured():
         calls.clear()
@@ -419,43 +354,19 @@ def test_in_parts_all_is_the_same_by_as_many_passes_and_few_rows_of_logits(
 
     # One seed at a time: several have as many times the rows.
     monkeypatch.setattr(graph, "_ROWS", 1)
-    with record_calls(first_layer_of(model), calls):
+    with first_layer.register_forward_hook(note):
         expected, scores, n_calls, n_at_once = measured()
         monkeypatch.setattr(output_layer, "MOST_ROWS", A_FEW_ROWS)
         la, scores_in_parts, n_calls_in_parts, n_in_parts = measured()
-    assert_same_fit(la, expected)
+    # Streaming factors may lose what is near rounding: 3e-11 is measured.
+    assert_close(la.H.to_matrix(), expected.H.to_matrix(), rtol=1e-9, atol=1e-10)
+    assert_close(la.loss, expected.loss, **EXACT)
     assert_close(scores_in_parts, scores, rtol=1e-7, atol=1e-9)
     assert not any(column.requires_grad for column in scores_in_parts.values())
     assert n_calls_in_parts == n_calls > 0
     # A text by itself has as few rows; LoRA of the output layer has more of its own.
     if kind not in ("gemma2", "embedding"):
         assert n_in_parts == min(A_FEW_ROWS, n_at_once)
-
-
-def test_speech_that_is_transcribed_is_fitted_in_parts_too(monkeypatch):
-    torch.manual_seed(0)
-    config = WhisperConfig(
-        vocab_size=VOCABULARY,
-        d_model=16,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        num_mel_bins=8,
-        max_source_positions=20,
-        max_target_positions=30,
-        pad_token_id=0,
-        decoder_start_token_id=1,
-    )
-    model = with_lora(WhisperForConditionalGeneration(config), ["q_proj"])
-    batch = {
-        "input_features": normal(3, 8, 40),
-        "labels": torch.randint(3, VOCABULARY, (3, 6)),
-    }
-    expected = fitted_text(model, [batch], rank=FULL_RANK)
-    monkeypatch.setattr(output_layer, "MOST_ROWS", 4)
-    la = fitted_text(model, [batch], rank=FULL_RANK)
-    assert_same_fit(la, expected)
 
 
 # --- what is refused ------------------------------------------------------------------
@@ -466,7 +377,6 @@ def test_speech_that_is_transcribed_is_fitted_in_parts_too(monkeypatch):
     [
         ({"backend_kwargs": {"kfac_approx": "expand"}}, "gradient"),
         ({"structure": "kron"}, "hessian_structure"),
-        ({"class_token_ids": [1, 2]}, "whole vocabulary"),
         ({"backend_kwargs": {"stochastic": False}}, "exact Fisher"),
         ({"backend_kwargs": {"draws": "signs"}}, "and signs as many"),
     ],
@@ -488,16 +398,232 @@ def test_texts_are_no_choices(gpt2):
         make(gpt2).fit(text_batches())
 
 
-def gridsearch(la, batch):
-    la.optimize_prior_precision(method="gridsearch", val_loader=[batch])
-
-
-@pytest.mark.parametrize("use", [score, draw_logits, gridsearch])
+@pytest.mark.parametrize("use", READ)
 def test_a_model_that_has_changed_is_refused(use):
     la = fitted_text()
     _, second_block, *_ = la.blocks
     # By so little that it would hardly be seen in what is predicted.
     second_block.weight.data.mul_(1.01)
     with pytest.raises(RuntimeError, match="have changed since the fit"):
-        use(la, first_batch())
+        READ[use](la, first_batch())
     assert la.prior_precision == 1
+
+
+# --- batches and their logits ---------------------------------------------------------
+
+# Of texts that are padded and texts that are not, in float64.
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+
+
+@pytest.fixture
+def adapted(gpt2: nn.Module) -> TokensModel:
+    """GPT-2, whose logits are those of labelled tokens."""
+    return TokensModel(gpt2)
+
+
+# --- decoders -------------------------------------------------------------------------
+
+
+def six_texts(**changes: Tensor) -> Batch:
+    """Make a batch of six texts of seven positions, some of its columns replaced."""
+    (batch,) = text_batches(batch_size=6)
+    return batch | changes
+
+
+def padded_texts(side: str) -> Batch:
+    """Make a batch of all texts, with two positions more than the longest has."""
+    (batch,) = text_batches(batch_size=6, padding_side=side, padded_to=9)
+    return batch
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox"])
+def test_logits_are_those_that_predict_labels_in_the_texts_alone(kind, side):
+    model = lora_model(kind).eval()
+    batch = padded_texts(side)
+    adapted = TokensModel(model)
+    expected, _ = token_logits(model, [batch])
+    assert_close(adapted(batch), expected, **CLOSE)
+    assert adapted.output_size == VOCABULARY
+
+
+def test_targets_are_the_labels_of_the_texts_in_their_order(gpt2, adapted):
+    batch = padded_texts("left")
+    _, of_texts = token_logits(gpt2, [batch])
+    is_labelled = batch["labels"] != IGNORED
+    assert torch.equal(adapted.labelled(batch), is_labelled)
+    assert torch.equal(batch["labels"][is_labelled], of_texts)
+    _, targets = adapted.split(batch)
+    assert torch.equal(targets[targets != IGNORED], of_texts)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_texts_first_token_is_predicted_by_nothing_and_by_no_padding(
+    gpt2, adapted, side
+):
+    batch = padded_texts(side)
+    is_real = batch["attention_mask"].bool()
+    batch["labels"] = batch["input_ids"].masked_fill(~is_real, IGNORED)
+    expected, _ = token_logits(gpt2, [batch])
+    n_texts = len(LENGTHS)
+    n_predicted = is_real.sum() - n_texts
+    assert len(expected) == n_predicted
+    assert adapted.labelled(batch).sum() == n_predicted
+    assert_close(adapted(batch), expected, **CLOSE)
+
+
+def assert_has_the_loss_of_training(model: nn.Module, batch: Batch) -> None:
+    """Compare with the loss that the model itself makes of the labels."""
+    is_labelled = batch["labels"] != IGNORED
+    tokens = batch["labels"][is_labelled]
+    logits = TokensModel(model)(batch)
+    found = cross_entropy(logits, tokens)
+    expected = model(**batch).loss
+    assert_close(found, expected.to(found))
+
+
+def test_a_gap_in_a_text_predicts_what_follows_as_in_training():
+    model = lora_model("gpt_neox").eval()
+    batch = six_texts()
+    batch["attention_mask"][0, 3] = 0
+    batch["labels"][0, 3] = IGNORED
+    assert_has_the_loss_of_training(model, batch)
+
+
+def test_the_output_layer_runs_for_labelled_tokens_alone(gpt2, adapted):
+    n_positions = []
+
+    def note(layer: nn.Module, args: Any, output: Tensor) -> None:
+        n_positions.append(output.shape[1])
+
+    layer = gpt2.get_output_embeddings()
+    layer.register_forward_hook(note)
+    (batch,) = text_batches(batch_size=6, padded_to=20)
+    adapted(batch)
+    # Of the longest text, and not of the padding.
+    assert n_positions == [max(LENGTHS) - PROMPT]
+    # The hook that picks them is gone.
+    assert not layer._forward_pre_hooks
+
+
+# --- encoder-decoders -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_an_encoder_reads_left_and_right_padded_texts_alike(kind):
+    # As many labels as positions.
+    labels = pairs_of_texts()["labels"]
+    adapted = TokensModel(encoder_decoder(kind))
+    logits = {}
+    for side in ("left", "right"):
+        (texts,) = ragged_batches(lengths=(4, 3, 2), padded_to=4, padding_side=side)
+        logits[side] = adapted(texts | {"labels": labels})
+    assert_close(logits["left"], logits["right"])
+
+
+def shifted(model: nn.Module, labels: Tensor) -> Tensor:
+    """Make what the decoder reads, as collators do that are given the model."""
+    return model.get_base_model().prepare_decoder_input_ids_from_labels(labels)
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_labels_of_an_encoder_decoder_are_predicted_at_their_own_place(kind):
+    model = encoder_decoder(kind)
+    batch = pairs_of_texts()
+    assert_has_the_loss_of_training(model, batch)
+    adapted = TokensModel(model)
+    expected = adapted(batch)
+    # What a decoder reads may be said by a collator, left open, or given as embeddings.
+    tokens = shifted(model, batch["labels"])
+    assert_close(adapted(batch | {"decoder_input_ids": tokens}), expected)
+    assert_close(adapted(batch | {"decoder_input_ids": None}), expected)
+    if kind == "t5":
+        embeddings = model.get_input_embeddings()(tokens)
+        found = adapted(batch | {"decoder_inputs_embeds": embeddings})
+        assert_close(found, expected)
+
+
+def test_labels_anywhere_in_an_encoder_decoders_text_are_found():
+    model = encoder_decoder("t5")
+    labels = torch.tensor(
+        [[5, 6, 7, 8], [IGNORED, 9, IGNORED, 4], [IGNORED, IGNORED, 3, 2]]
+    )
+    batch = pairs_of_texts() | {"labels": labels}
+    tokens = shifted(model, labels)
+    output = model(**batch, decoder_input_ids=tokens)
+    expected = output.logits[labels != IGNORED]
+    found = TokensModel(model)(batch)
+    assert_close(found, expected.to(found))
+
+
+def test_an_encoder_decoder_may_have_no_method_that_shifts_labels(monkeypatch):
+    model = encoder_decoder("bart")
+    base = model.get_base_model()
+    # Then the configuration is all that says what a decoder begins with.
+    base.config.decoder_start_token_id = 2
+    batch = pairs_of_texts()
+    expected = TokensModel(model)(batch)
+    monkeypatch.delattr(type(base), "prepare_decoder_input_ids_from_labels")
+    assert_close(TokensModel(model)(batch), expected, rtol=0, atol=0)
+
+
+def test_an_embedding_that_is_also_the_output_layer():
+    torch.manual_seed(0)
+    sizes = {"attention_heads": 2, "ffn_dim": 24, "layers": 1}
+    config = FSMTConfig(
+        langs=["en", "de"],
+        src_vocab_size=VOCABULARY,
+        tgt_vocab_size=VOCABULARY,
+        pad_token_id=0,
+        d_model=12,
+        **{f"encoder_{name}": size for name, size in sizes.items()},
+        **{f"decoder_{name}": size for name, size in sizes.items()},
+    )
+    model = FSMTForConditionalGeneration(config).eval()
+    batch = pairs_of_texts()
+    labels = batch["labels"].clone()
+    found = TokensModel(model)(batch)
+    # The model writes to what it is given.
+    assert torch.equal(batch.pop("labels"), labels)
+    tokens = model.prepare_decoder_input_ids_from_labels(labels.clone())
+    output = model(**batch, decoder_input_ids=tokens, use_cache=False)
+    assert_close(found, output.logits[labels != IGNORED])
+
+
+# --- refused --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"labels": torch.full((6, 7), IGNORED)}, "no token is labelled"),
+        ({"labels": torch.zeros(6, dtype=torch.long)}, "whole numbers"),
+        ({"labels": torch.zeros(6, 7)}, "whole numbers"),
+        ({"labels": torch.ones(6, 4, dtype=torch.long)}, "input_ids has"),
+        ({"labels": six_texts()["input_ids"]}, "attention_mask is 0"),
+        ({"attention_mask": torch.ones(6, 5)}, "attention_mask has"),
+        ({"labels": None}, "No labels 'labels'"),
+    ],
+)
+def test_labels_that_do_not_fit_are_refused(adapted, changes, message):
+    with pytest.raises(ValueError, match=message):
+        adapted(six_texts(**changes))
+
+
+def test_pairs_are_refused(adapted):
+    batch = six_texts()
+    with pytest.raises(TypeError, match="mapping"):
+        adapted((batch, batch["labels"]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "keywords", "message"),
+    [
+        ("bert", {}, "generates text"),
+        ("gpt2", {"class_token_ids": [1, 2]}, "whole vocabulary"),
+        ("gpt2", {"mask_token_id": 1}, "whole vocabulary"),
+    ],
+)
+def test_models_that_do_not_fit_are_refused(kind, keywords, message):
+    with pytest.raises(ValueError, match=message):
+        TokensModel(lora_model(kind), **keywords)

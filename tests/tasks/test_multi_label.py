@@ -114,9 +114,8 @@ def test_decisions_are_those_of_two_classes():
 
 def test_figures_are_those_of_two_classes():
     la, wrapped = both()
-    texts = batches()
-    found = compare(la, texts)
-    expected = compare(wrapped, in_two_classes(texts))
+    found = compare(la, batches())
+    expected = compare(wrapped, in_two_classes(batches()))
     assert found.trained == pytest.approx(expected.trained, rel=1e-9)
     assert found.posterior == pytest.approx(expected.posterior, rel=1e-9)
 
@@ -209,8 +208,7 @@ def test_held_out_texts_have_each_label():
     assert groups.tolist() == [0, 0, 0, 1, 0]
 
 
-# As messages name it.
-QUOTED = '"multi_label_classification"'
+QUOTED = '"multi_label_classification"'  # as messages name it
 
 
 def four_inputs() -> Tensor:
