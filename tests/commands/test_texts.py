@@ -6,12 +6,15 @@ import pytest
 
 from laplace_lora_ext.commands.texts import UsageError, column_of, numbers_of, read_rows
 
-ROWS = [{"text": "red sky, a; b", "label": "0"}, {"text": "blue rose", "label": "1"}]
-TABLE = 'text,label\n"red sky, a; b",0\nblue rose,1\n'
+ROWS = [
+    {"text": "red sky, a; b; c; d; e; f", "label": "0"},
+    {"text": "blue rose", "label": "1"},
+]
+TABLE = 'text,label\n"red sky, a; b; c; d; e; f",0\nblue rose,1\n'
 
 
-BY_TABS = b"text\tlabel\nred sky, a; b\t0\nblue rose\t1\n"
-BY_SEMICOLONS = b'text;label\r\n"red sky, a; b";0\r\nblue rose;1\r\n'
+BY_TABS = b"text\tlabel\nred sky, a; b; c; d; e; f\t0\nblue rose\t1\n"
+BY_SEMICOLONS = b'text;label\r\n"red sky, a; b; c; d; e; f";0\r\nblue rose;1\r\n'
 
 
 @pytest.mark.parametrize(

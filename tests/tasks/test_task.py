@@ -91,6 +91,7 @@ def test_sampled_slopes_of_tokens_are_unbiased():
     of_one_text = Draws(0, torch.zeros(3).long())
     seeds = likelihood.label_seeds(three_tokens, n_draws, of_one_text)
     assert seeds.vectors.shape == (n_draws, 3, 4)
+    assert seeds.weights.shape == (n_draws, 1)  # of a text, whose tokens share a pass
     # Each is divided by the root of their number, so that squares have the mean.
     columns = seeds.dense()
     mean = columns.sum(0) / n_draws**0.5
