@@ -85,22 +85,19 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     # --- what is particular to the structure ------------------------------------------
 
     @property
+    @torch.inference_mode(False)  # what is kept must not be an inference tensor
     def posterior_precision(self) -> LowRankKronDecomposed:
         """Return the posterior precision, made once for a fit and its prior."""
-        made_of = self.H, self.prior_precision, self.sigma_noise, self.temperature
-        if any(getattr(value, "requires_grad", False) for value in made_of):
-            return self._made_precision()
-        # Tensors may be changed in place.
-        now = [(id(value), getattr(value, "_version", 0)) for value in made_of]
-        if self._precision is None or self._precision[0] != now:
-            # All are kept, so that no other value gets an id of theirs.
-            self._precision = now, made_of, self._made_precision()
-        return self._precision[-1]
-
-    @torch.inference_mode(False)  # what is kept must not be an inference tensor
-    def _made_precision(self) -> LowRankKronDecomposed:
-        self._check_H_init()
-        return self.H * self._H_factor + self.prior_precision
+        kept = self._posterior_scale
+        is_learnt = self.prior_precision.requires_grad or self.sigma_noise.requires_grad
+        # A prior may be changed in place.
+        if is_learnt or kept is None or kept[0] != self.prior_precision._version:
+            self._check_H_init()
+            made = self.H * self._H_factor + self.prior_precision
+            kept = self.prior_precision._version, made
+            if not is_learnt:
+                self._posterior_scale = kept
+        return kept[1]
 
     @exclusive
     @without_autocast

@@ -202,8 +202,9 @@ class LoRALaplace(Posterior, Predictor):
     _key: tuple[str, str]  # the host finds each class by its own
     _kind_of_structure: ClassVar[type[Structure]]
 
-    _searched = (*Predictor._searched, "sigma_noise", "temperature")
-    _precision: Any = None  # of structures that prepare it for predictions
+    _searched = (*Predictor._searched, "sigma_noise")
+    # What predictions multiply by, made once for a fit and its prior.
+    _posterior_scale: Any
 
     mean: Tensor = _of_fit("mean")
     loss: Tensor = _of_fit("loss")
@@ -412,7 +413,7 @@ class LoRALaplace(Posterior, Predictor):
 
     def _take_over(self, fitted: Fit) -> None:
         """Make a fit the present one."""
-        self._posterior_scale = None  # the host's, of the fit before
+        self._posterior_scale = None  # of the fit before
         self.model.output_size = fitted.n_outputs  # which a file tells before any pass
         self._fit = fitted
 
@@ -436,7 +437,6 @@ class LoRALaplace(Posterior, Predictor):
         if self._fit.places == self.recorder.places:
             return
         self._backend = None  # the host's keeps buffers that the model has replaced
-        self._precision = None
         for name in ("prior_precision", "prior_mean", "sigma_noise"):
             setattr(self, name, getattr(self, name))  # the host moves what it is given
         self._fit = self._fit.to(self._structure)
@@ -449,7 +449,7 @@ class LoRALaplace(Posterior, Predictor):
         if name in _POSITIVE:
             check_positive(name, value)
             value = copy_if_inference(value)
-            self._posterior_scale = None  # that the host has made with the old value
+            self._posterior_scale = None  # that is made with the old value
         if name == "prior_precision":
             # Once, since each look at a number on an accelerator waits for all work
             # there.

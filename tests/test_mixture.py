@@ -73,6 +73,7 @@ def test_numbers_have_the_mixtures_moments(options):
     m, S = both.first(both.batch, **options)
     n, T = both.second(both.batch, **options)
     mean, covariance = both.mixture()(both.batch, **options)
+    assert covariance.ndim == mean.ndim + ("diagonal_output" not in options)
     assert_close(mean, (m + n) / 2)
     # E[x xᵀ] = Cov[x] + E[x] E[x]ᵀ is the members' mean too.
     expected = (S + squared(m, S) + T + squared(n, T)) / 2
@@ -104,6 +105,9 @@ def test_decisions_have_the_probabilities_of_their_link_by_one_pass_of_each_memb
     by_default = mixture.predict_proba(both.batch)
     assert passes == [[1], [1]]
     assert by_default == pytest.approx(mixture(both.batch, **MEAN_FIELD).numpy())
+    by_draws = mixture.predict(both.batch, "mc", 1000, torch.Generator())
+    found = mixture.predict_proba(both.batch, "mc")
+    assert found == pytest.approx(by_draws.probabilities.numpy())
 
 
 def test_members_pass_over_the_same_rows_of_a_loader_that_shuffles():

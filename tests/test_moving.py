@@ -88,7 +88,7 @@ def test_no_tensor_of_a_posterior_stays_behind(structure, monkeypatch):
     la.optimize_prior_precision(n_steps=2, prior_structure="layerwise")
     la.sample(1)
     la.model.model.to("meta")
-    la._move_with_model()
+    la._check_H_init()
     # Samples of other weights, compared in main memory.
     la._fit = replace(la._fit, model=None)
     for tensor in tensors_of(vars(la), set()):

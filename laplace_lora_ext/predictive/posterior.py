@@ -51,14 +51,11 @@ class Hyperparameters:
         of a mixture, a factor of its members'
     sigma_noise : torch.Tensor or float, optional
         None leaves it as it is
-    temperature : torch.Tensor or float, optional
-        None leaves it as it is
     """
 
     prior_precision: Tensor
     logit_scale: float = 1.0
     sigma_noise: Tensor | float | None = None
-    temperature: Tensor | float | None = None
 
 
 class Members:

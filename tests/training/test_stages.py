@@ -473,7 +473,7 @@ def in_ranks(rank: int, folder: Path):
     trainer = trainer_of(folder, max_steps=2, ddp_backend="gloo", eval_data=Texts(9))
     la = train_in_stages(trainer, members=2, average=True)
     figures = trainer.state.log_history[-1]
-    return la(BATCH), la.n_data, figures
+    return la(BATCH), la.members[0].n_data, figures
 
 
 def without_training(_=0) -> tuple[Tensor, int]:
