@@ -30,6 +30,8 @@ def test_means_and_sums_are_neither_mixed_nor_read_for_each_other(tmp_path):
     of_means.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="normalised"):
         laplace_lora_ext.from_pretrained(model, tmp_path, normalised=False)
+    # As another training's member.
+    assert of_means.for_model(another_training("gpt2")).model.normalised
     of_sums = CHOICES.fitted(another_training("gpt2").eval(), normalised=False)
     with pytest.raises(ValueError, match="normalised"):
         LaplaceMixture([of_means, of_sums])
