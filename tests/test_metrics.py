@@ -87,6 +87,8 @@ def test_figures_of_numbers_are_means_of_each_ones():
     assert_figures_of_numbers(found.trained, f_mu, noise.expand_as(f_var), targets)
     assert_figures_of_numbers(found.posterior, f_mu, f_var + noise, targets)
     # They differ by the doubt about weights, which the trained model has none of.
+    crps = la.predict(X).crps(targets).mean().item()
+    assert found.posterior["crps"] == pytest.approx(crps)
     assert found.trained["crps"] != found.posterior["crps"]
     assert found.posterior == quality_of_numbers(la.predict(X), targets)
     assert str(found).split()[:4] == ["rmse", "nll", "coverage", "crps"]

@@ -167,11 +167,8 @@ class _SymmetricRoot(torch.autograd.Function):
         # A direction without variance has none under other prior precisions either.
         inverse = torch.where(sums > 0, 1 / sums, 0)
         rotated = vectors.mT @ gradient.double() @ vectors
-        solution = rotated * inverse
-        result = vectors @ solution @ vectors.mT
-        # The gradient need not be symmetric, but covariances are.
-        symmetric = (result + result.mT) / 2
-        return symmetric.to(gradient.dtype)
+        result = vectors @ (rotated * inverse) @ vectors.mT
+        return result.to(gradient.dtype)
 
 
 def square_root(covariance: Tensor) -> Tensor:

@@ -232,7 +232,6 @@ class Proof:
         n_wrong = self.n_decided - self.n_right
         # The same bound, asked the other way round: is it above the accuracy?
         is_proven = betainc(n_right, n_wrong + 1, self.accuracy) <= 1 - self.confidence
-        is_proven &= n_right > 0
         return int(is_proven.argmax()) if is_proven.any() else None
 
     def __str__(self) -> str:

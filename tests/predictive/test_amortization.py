@@ -167,6 +167,8 @@ def test_variances_that_fit_no_covariance_give_the_nearest_one():
     # Of [[1, -4], [-4, 1]], without its eigenvalue of -3.
     expected = torch.tensor([[2.5, -2.5], [-2.5, 2.5]]).double()
     assert_close(f_var, expected.expand_as(f_var))
+    deviations = la.predict(X, **AMORTIZED).epistemic_std
+    assert_close(deviations.square(), f_var.diagonal(dim1=1, dim2=2))
 
 
 # --- their price ----------------------------------------------------------------------

@@ -91,7 +91,8 @@ def test_the_epistemic_entropy_is_what_bald_asks_for():
     expected = found.total_entropy - found.aleatoric_entropy
     assert_close(found.epistemic_entropy, expected)
     # Draws that are all the same leave nothing, not rounding.
-    same = Prediction.of_draws(p[0], p[:1].expand(7, -1, -1))
+    texts = p.flatten(0, 1).float()
+    same = Prediction.of_draws(texts, texts.expand(999, -1, -1))
     assert not same.epistemic_entropy.any()
 
 
@@ -104,7 +105,7 @@ def some_probabilities(n_texts: int = 9, n_classes: int = 3) -> Tensor:
     return logits.softmax(-1)
 
 
-@pytest.mark.parametrize("accuracy", [0.5, 0.9, 1.0])
+@pytest.mark.parametrize("accuracy", [0.5, 0.8, 0.9, 0.95, 1.0])
 def test_no_larger_set_keeps_the_promise(accuracy):
     p = some_probabilities()
     found = review(p, accuracy)
