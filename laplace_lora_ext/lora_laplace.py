@@ -57,7 +57,7 @@ from laplace_lora_ext.predictive.posterior import (
 )
 from laplace_lora_ext.processes.exchange import together
 from laplace_lora_ext.tasks import task_of
-from laplace_lora_ext.tuning import build, methods_of
+from laplace_lora_ext.tuning import build
 from laplace_lora_ext.tuning.method import (
     TuningHistory,
     TuningMethod,
@@ -542,7 +542,7 @@ class LoRALaplace(Posterior, Predictor):
             For "val_gd" with another structure than "lowrank_kron".
         """
         check_name("pred_type", pred_type, ["glm"])
-        history = build(method, options, methods_of(self.task))(self)
+        history = build(method, options, self.task)(self)
         if verbose:
             print(f"Optimized prior precision is {self.prior_precision}.")
         return history

@@ -26,7 +26,7 @@ from laplace_lora_ext.predictive.moments import mix_moments, parts_for
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.processes.shards import Share
 from laplace_lora_ext.saving import write_whole
-from laplace_lora_ext.tuning import build, methods_of
+from laplace_lora_ext.tuning import build
 from laplace_lora_ext.tuning.gridsearch import GridMethod
 from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
 
@@ -191,7 +191,7 @@ class LaplaceMixture(Predictor):
         TuningHistory
             its prior precisions are the factors
         """
-        choose = build(method, options, methods_of(self.members[0].task))
+        choose = build(method, options, self.members[0].task)
         if not isinstance(choose, GridMethod):
             raise ValueError(
                 'A mixture takes method="gridsearch" or a GridSearch(...), not '

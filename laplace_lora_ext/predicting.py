@@ -256,7 +256,7 @@ class Predictor(Members):
         ------
         ValueError
             If the posterior predicts no classes or labels, the trainer has trained
-            another model or can't train again (see `check_trainer`), there is an
+            another model or can't train again, there is an
             adapter of that name, or there are no texts.
 
         References

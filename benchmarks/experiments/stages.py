@@ -403,7 +403,8 @@ class Trial:
             posteriors, HELD_OUT_TEXTS, firsts, members, chosen
         )
         if count == 1 and self.has_students:
-            la = stages.with_choice([member.la for member in members], choice)[0]
+            la = copy(members[0].la)
+            (la.hyperparameters,) = chosen
             fit_seconds = firsts[0].seconds + members[0].seconds
             yield self._amortized(la, trainings, fit_seconds)
             yield self._student(la, la.distill, posteriors, trainings, fit_seconds)

@@ -50,7 +50,11 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module) -> None:
         self._weights = [each for each in model.parameters() if each.requires_grad]
-        self._sums = [_zeros_like(weight) for weight in self._weights]
+        self._sums: list[Tensor] = []
+        for weight in self._weights:
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            zeros = torch.zeros_like(weight, dtype=dtype, requires_grad=False)
+            self._sums.append(zeros)
         self.n_updates = 0
 
     @torch.no_grad()
@@ -128,7 +132,14 @@ class AveragingCallback(TrainerCallback):
         n_averaged = steps_to_average(state.max_steps, self._share)
         self._last_left_out = state.max_steps - n_averaged
         if state.global_step > self._last_left_out:
-            self._average.load_state_dict(_read(_file_of(args, state)))
+            file = _file_of(args, state)
+            if not file.exists():
+                raise ValueError(
+                    f"{file.parent} has no sums of weights, {file.name}: it is of a "
+                    "training that did not average, or of fewer processes. Train anew."
+                )
+            sums = torch.load(file, map_location="cpu", weights_only=True)
+            self._average.load_state_dict(sums)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add the weights after a step of the optimizer."""
@@ -167,12 +178,6 @@ def steps_to_average(n_steps: int, share: float) -> int:
     return max(1, round(share * n_steps))
 
 
-def _zeros_like(weight: Tensor) -> Tensor:
-    """Return zeros of a weight's shape, in float32 at least."""
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    return torch.zeros_like(weight, dtype=dtype, requires_grad=False)
-
-
 def _local(total: Tensor) -> Tensor:
     """Return this process's part of a tensor, all of it unless FSDP2 shards it."""
     return total.to_local() if isinstance(total, DTensor) else total
@@ -182,12 +187,3 @@ def _file_of(args: Any, state: Any) -> Path:
     """Name the file of a process's sums, in the checkpoint of the last step."""
     checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")
     return checkpoint / f"sums_of_weights_{args.process_index}.pt"
-
-
-def _read(file: Path) -> State:
-    if not file.exists():
-        raise ValueError(
-            f"{file.parent} has no sums of weights, {file.name}: it is of a training "
-            "that did not average, or of fewer processes. Train anew."
-        )
-    return torch.load(file, map_location="cpu", weights_only=True)

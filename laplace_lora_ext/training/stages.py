@@ -33,10 +33,16 @@ from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.posterior import Hyperparameters
 from laplace_lora_ext.processes.shards import Division, check_divisible, divide
 from laplace_lora_ext.training.averaging import share_of
-from laplace_lora_ext.training.resuming import Log, forget, train_or_read
-from laplace_lora_ext.training.trainers import Examples, loader_of, same_random_states
+from laplace_lora_ext.training.trainers import (
+    Examples,
+    Log,
+    forget,
+    loader_of,
+    same_random_states,
+    train_or_read,
+)
 from laplace_lora_ext.tuning.gridsearch import GridSearch, nll_of_tokens
-from laplace_lora_ext.tuning.method import TuningHistory, kinds_of, number_of
+from laplace_lora_ext.tuning.method import TuningHistory
 
 SECOND_STAGE = 0.25
 """Steps of the second stage, relative to a training on all texts."""
@@ -86,7 +92,8 @@ def choose_priors(
     """
     first = posteriors[0]
     has_noise = first.task.has_noise
-    has_kinds = number_of(kinds_of(first.blocks)) > 1 and not first.task.writes
+    kinds = {block.kind for block in first.blocks}
+    has_kinds = len(kinds) > 1 and not first.task.writes
     if len(posteriors) > 1 and (has_noise or has_kinds):
         # A mixture has a common factor alone: its members choose how prior precisions
         # of kinds differ, and numbers' noise.
@@ -111,14 +118,6 @@ def choose_priors(
 def joined(posteriors: Sequence[LoRALaplace]) -> LoRALaplace | LaplaceMixture:
     """Copy a posterior, or join copies of several to a mixture."""
     return copy(posteriors[0]) if len(posteriors) == 1 else LaplaceMixture(posteriors)
-
-
-def with_choice(posteriors: Sequence[LoRALaplace], choice: Choice) -> list[LoRALaplace]:
-    """Copy posteriors, with what was chosen for other fits of the members."""
-    copies = [copy(la) for la in posteriors]
-    for la, hyperparameters in zip(copies, choice.hyperparameters, strict=True):
-        la.hyperparameters = hyperparameters
-    return copies
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,9 @@ class _Training:
             # around.
             choice = choose_priors(firsts, validation, self.progress_bar)
             seconds = posteriors(2, SECOND_STAGE, self.examples.all)
-        return joined(with_choice(seconds, choice)), choice.history
+        for la, hyperparameters in zip(seconds, choice.hyperparameters, strict=True):
+            la.hyperparameters = hyperparameters
+        return joined(seconds), choice.history
 
 
 def train_in_stages(

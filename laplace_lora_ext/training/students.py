@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,12 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div
 from torch.utils.data import DataLoader
 
-from laplace_lora_ext.models.adapters import (
-    add_copy,
-    find_peft_model,
-    own_adapter_back,
-    write_adapter,
-)
+from laplace_lora_ext.models.adapters import add_copy, own_adapter_back, write_adapter
 from laplace_lora_ext.models.batches import named_batches, pad_token
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.swapping import Swapping
@@ -32,6 +27,7 @@ from laplace_lora_ext.models.tree import checkpointing, keep_derivatives
 from laplace_lora_ext.tasks.task import Task
 from laplace_lora_ext.training.trainers import (
     Examples,
+    peft_model_of,
     restored,
     train,
     with_attributes,
@@ -84,11 +80,7 @@ def distill(
     examples = Examples.of_trainer(trainer)
     model = teacher.models[0]
     task = teacher.task
-    peft_model = find_peft_model(model)
-    if find_peft_model(trainer.model) is not peft_model:
-        raise ValueError(
-            "Pass the trainer of the posterior's model: this one has another."
-        )
+    peft_model = peft_model_of(trainer, model)
     folder = Path(trainer.args.output_dir)
     with restored(trainer), own_adapter_back(peft_model):
         add_copy(peft_model, teacher.adapter, adapter_name)
@@ -107,7 +99,10 @@ def distill(
                     logits.append(task.class_logits(model(batch)).cpu())
         if head:
             targets = torch.stack([record[_TEACHER] for record in records])
-            _scale_and_freeze(head, best_scale(torch.cat(logits), targets))
+            scale = best_scale(torch.cat(logits), targets)
+            # Weight and bias both scale the logits.
+            for weight in head:
+                weight.requires_grad_(False).mul_(scale)
         with _teaching(trainer, model, task):
             train(trainer, records, STEPS, folder / adapter_name)
         if trainer.args.should_save:
@@ -119,13 +114,12 @@ def distill(
 
 def _head(model: PeftModel, adapter: str, n_outputs: int) -> list[nn.Parameter]:
     """List an adapter's own weights of the layer that makes the logits."""
-    head: list[nn.Parameter] = []
-    for name, weight in model.named_parameters():
-        is_own = f".modules_to_save.{adapter}." in name
-        # Weight and bias of the last layer have a row for each output.
-        if is_own and weight.shape[:1] == (n_outputs,):
-            head.append(weight)
-    return head
+    # Weight and bias of the last layer have a row for each output.
+    return [
+        weight
+        for name, weight in model.named_parameters()
+        if f".modules_to_save.{adapter}." in name and weight.shape[:1] == (n_outputs,)
+    ]
 
 
 def best_scale(logits: Tensor, probabilities: Tensor) -> float:
@@ -146,13 +140,6 @@ def best_scale(logits: Tensor, probabilities: Tensor) -> float:
     return math.exp(result["x"])
 
 
-def _scale_and_freeze(head: list[nn.Parameter], scale: float) -> None:
-    """Multiply the logits of a head, whose weight and bias both scale them."""
-    for weight in head:
-        weight.requires_grad_(False)
-        weight.mul_(scale)
-
-
 def _texts(
     model: LogitsModel,
     examples: Examples,
@@ -166,11 +153,16 @@ def _texts(
         )
     training = list(_inputs(model, examples.batches(examples.all)))
     yield from training
-    if isinstance(unlabelled, str):
-        generator = generator or torch.Generator().manual_seed(0)
-        yield from _swapped(model, training, generator)
-    elif unlabelled is not None:
+    if unlabelled is None:
+        return
+    if not isinstance(unlabelled, str):
         yield from _inputs(model, examples.batches(unlabelled))
+        return
+    given = (model.text(batch) for batch in training)
+    texts = [text for text in given if text is not None]
+    if texts and model.transformer is not None:
+        generator = generator or torch.Generator().manual_seed(0)
+        yield from map(Swapping(texts, model.transformer, generator), texts)
 
 
 def _inputs(model: LogitsModel, loader: DataLoader) -> Iterator[Any]:
@@ -179,52 +171,29 @@ def _inputs(model: LogitsModel, loader: DataLoader) -> Iterator[Any]:
         yield model.inputs(batch)
 
 
-def _swapped(
-    model: LogitsModel, batches: Sequence[Any], generator: torch.Generator
-) -> Iterator[Any]:
-    """Yield copies of batches with tokens of other batches, where there are any."""
-    texts: list[Any] = []
-    for batch in batches:
-        text = model.text(batch)
-        if text is not None:
-            texts.append(text)
-    if texts and model.transformer is not None:
-        swapping = Swapping(texts, model.transformer, generator)
-        yield from map(swapping, texts)
-
-
 @torch.no_grad()
 def _taught(teacher: Teacher, batch: Any) -> Iterator[Record]:
     """Yield a batch's texts, each with the probabilities to learn from it."""
     model = teacher.models[0]
     probabilities = teacher.probabilities(batch)
     if model.class_token_ids is not None:
-        probabilities = _with_other_tokens(teacher.models, batch, probabilities)
+        # A student that shares its probability among the answers alone would no more
+        # begin with an answer than with any other token. So the trained models decide
+        # what all other tokens have together, the last of C + 1.
+        of_models: list[Tensor] = []
+        for each in teacher.models:
+            with each.prepared():
+                of_models.append(each.log_probs(batch)[:, -1:])
+        others = torch.stack(of_models).exp().mean(0)
+        probabilities = torch.cat([(1 - others) * probabilities, others], dim=1)
     labels = {model.dict_key_y, "label", "labels"}
-    columns: dict[str, Tensor] = {}
-    for key, column in batch.items():
-        if isinstance(column, Tensor) and key not in labels:
-            columns[key] = column
+    columns = {
+        key: column
+        for key, column in batch.items()
+        if isinstance(column, Tensor) and key not in labels
+    }
     for row, targets in enumerate(probabilities.cpu()):
         yield {_TEACHER: targets, **_text(columns, row)}
-
-
-def _with_other_tokens(
-    models: Sequence[LogitsModel], batch: Any, probabilities: Tensor
-) -> Tensor:
-    """Append what all tokens but the answers have together, `(N, C + 1)`.
-
-    The trained models decide it: `probabilities` share out the rest among the answers.
-    """
-    # Without them, a student that shares its probability among the answers alone would
-    # no more begin with an answer than with any other token.
-    of_models: list[Tensor] = []
-    for model in models:
-        with model.prepared():
-            of_models.append(model.log_probs(batch)[:, -1:])
-    others = torch.stack(of_models).exp().mean(0)
-    answers = (1 - others) * probabilities
-    return torch.cat([answers, others], dim=1)
 
 
 def _text(columns: Mapping[str, Tensor], row: int) -> Record:
@@ -243,19 +212,6 @@ def _text(columns: Mapping[str, Tensor], row: int) -> Record:
     return record
 
 
-def _log_probs(student: LogitsModel, task: Task, inputs: Any) -> Tensor:
-    """Compute log-probabilities to learn from, without dropout of any kind.
-
-    The model stays in evaluation mode: each step of a trainer begins with `train()`.
-    """
-    student.model.eval()
-    keep_derivatives(student.tree)
-    with checkpointing(student.tree):
-        if student.class_token_ids is not None:
-            return student.log_probs(inputs)
-        return task.class_logits(student(inputs)).log_softmax(-1)
-
-
 @contextmanager
 def _teaching(trainer: Any, model: LogitsModel, task: Task) -> Iterator[None]:
     """Give a trainer's steps a student's loss within, and batches of taught texts.
@@ -264,16 +220,22 @@ def _teaching(trainer: Any, model: LogitsModel, task: Task) -> Iterator[None]:
     that evaluations between the steps have the user's own loss, collator and columns.
     """
     padding = pad_token(model.transformer) or 0
-    students: dict[int, LogitsModel] = {}
+    # The trainer may have wrapped the model, and a `LogitsModel` is costly to make.
+    student_of = cache(model.for_module)
     make_loader = trainer.get_train_dataloader
     take_step = trainer.training_step
 
     def compute_loss(run: Any, inputs: Any, **kwargs: Any) -> Tensor:
-        # The trainer may have wrapped the model, and a `LogitsModel` is costly to make.
-        if id(run) not in students:
-            students[id(run)] = model.for_module(run)
         targets = inputs.pop(_TEACHER)
-        log_p = _log_probs(students[id(run)], task, inputs)
+        student = student_of(run)
+        # Without dropout of any kind: each step of a trainer begins with `train()`.
+        student.model.eval()
+        keep_derivatives(student.tree)
+        with checkpointing(student.tree):
+            if student.class_token_ids is not None:
+                log_p = student.log_probs(inputs)
+            else:
+                log_p = task.class_logits(student(inputs)).log_softmax(-1)
         return kl_div(log_p, targets.to(log_p), reduction="batchmean")
 
     def get_train_dataloader() -> Any:

@@ -28,23 +28,17 @@ METHODS_OF_TEXTS: dict[str, type[TuningMethod]] = {
 """Methods for free text, whose logits have no moments."""
 
 
-def methods_of(task: Task) -> Mapping[str, type[TuningMethod]]:
-    """Return a task's methods, by their names."""
-    return METHODS_OF_TEXTS if task.writes else METHODS
-
-
 def build(
-    method: str | TuningMethod,
-    options: Mapping[str, Any],
-    methods: Mapping[str, type[TuningMethod]] = METHODS,
+    method: str | TuningMethod, options: Mapping[str, Any], task: Task
 ) -> TuningMethod:
-    """Build a method by its key in `methods`; an object stays itself."""
+    """Build a task's method by its name; an object stays itself."""
     if isinstance(method, TuningMethod):
         if options:
             raise ValueError(
                 f"Pass {', '.join(options)} to {type(method).__name__} itself."
             )
         return method
+    methods = METHODS_OF_TEXTS if task.writes else METHODS
     check_name("method", method, methods)
     if method == "marglik":  # callers of the host name a link, which predicts nothing
         options = {name: options[name] for name in options if name != "link_approx"}

@@ -120,17 +120,12 @@ class Agreement(TuningMethod):
         if kinds is not None:
             # One distance can't tell two prior precisions. So each kind by itself gets
             # the change that is allowed, and then a common factor makes it that of all.
-            start = start.expand(len(kinds)).clone()
-            balanced = start.clone()
+            balanced = start.expand(len(kinds))
             for kind in range(number_of(kinds)):
-                is_drawn = kinds.to(start.device) == kind
-
-                def of_kind(prior: Tensor, is_drawn: Tensor = is_drawn) -> float:
-                    """Measure the change by draws of a kind, with all others at MAP."""
-                    return change(torch.where(is_drawn, prior, _HELD))
-
-                found = self._broadest(start, of_kind).chosen.prior_precision
-                balanced[is_drawn] = found.to(start)[is_drawn]
+                is_drawn = (kinds == kind).to(start.device)
+                alone = torch.where(is_drawn, start, _HELD)
+                found = self._broadest(alone, change).chosen.prior_precision
+                balanced = torch.where(is_drawn, found.to(start), balanced)
             start = balanced
         return self._broadest(start, change)
 
@@ -139,14 +134,12 @@ class Agreement(TuningMethod):
         seed = seed_of_search(self.generator)
         data = draw_some(self.train_loader, self.max_examples, seed)
         statistics = statistics_of_classes(la, data, DEFAULT_LINK, self.progress_bar)
-        task = la.task
 
         def change(prior_precision: Tensor) -> float:
             # The same draws at every prior precision: then the change falls with it
             # smoothly.
             draws = torch.Generator().manual_seed(seed)
-            moments = statistics.moments(prior_precision).to("cpu")
-            moments = of_classes(task, moments)
+            moments = of_classes(la.task, statistics.moments(prior_precision).to("cpu"))
             n_logits = moments.f_mu[0].numel()
             at_once = max(1, _CHUNK // (self.n_samples * n_logits))
             total = 0.0
@@ -177,7 +170,7 @@ class Agreement(TuningMethod):
 
             root = _falling_root(excess)
         if abs(root) > 0.99 * _FARTHEST:
-            farthest = tried[root].prior_precision.mean().item()
+            farthest = tried[root].prior_precision.min().item()
             warn(
                 "No prior precision within a factor of 1e8 changes the predictions by "
                 f"{self.max_change:g} on average: at {farthest:.3g} the change is "
@@ -206,9 +199,7 @@ def _falling_root(excess: Callable[[float], float]) -> float:
 
 def draw_some(loader: Any, n_examples: int, seed: int) -> Any:
     """Draw examples from a larger loader before any pass, where possible."""
-    if isinstance(loader, PredictiveStatistics) or data_size(loader) is None:
-        return loader
-    if isinstance(loader.dataset, IterableDataset):
+    if data_size(loader) is None or isinstance(loader.dataset, IterableDataset):
         return loader
     if count() > 1 and not Share(loader).is_dealt:
         return loader  # each rank has other examples

@@ -38,9 +38,6 @@ _CHECKPOINTS = 20  # how often the whole validation loss is measured
 _SEED = 0  # of draws
 _ROWS = 256  # examples whose logits are sampled at once
 
-Prior = Callable[[], Tensor]
-"""Makes a prior precision of the leaves of a descent, differentiable in them."""
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Descent(TuningMethod):
@@ -49,47 +46,22 @@ class _Descent(TuningMethod):
     n_steps: int = 1000
     lr: float = 0.1
 
-    def _leaves(self, la: Members) -> tuple[Tensor, Prior]:
-        """Set the prior to the search's start; return what a descent changes.
+    def _leaves(self, la: Members) -> tuple[Tensor, Callable[[], Tensor]]:
+        """Return what a descent changes, and a function that makes a prior of it.
 
-        These are logarithms, one for each kind of weight or as many as the start has
-        numbers, and a function that makes a prior precision of them.
+        These are logarithms of factors, one for each kind of weight or as many as the
+        start has numbers.
         """
-        start = self._start(la)
+        start = self._start(la).log()
         kinds = self._kinds(la)
-        logarithms = start.log() if kinds is None else start.new_zeros(number_of(kinds))
+        places = torch.arange(len(start)) if kinds is None else kinds
+        places = places.to(start.device)
+        logarithms = start.new_zeros(number_of(places), requires_grad=True)
 
         def prior_precision() -> Tensor:
-            factors = logarithms.exp()
-            if kinds is not None:
-                factors = factors[kinds.to(factors.device)] * start
-            return factors.clamp(math.exp(_LOWEST), math.exp(_HIGHEST))
+            return (start + logarithms[places]).clamp(_LOWEST, _HIGHEST).exp()
 
-        return logarithms.requires_grad_(), prior_precision
-
-    def _follow(
-        self,
-        loss: Callable[[], Tensor],
-        logarithms: Tensor,
-        optimizer: torch.optim.Optimizer,
-        description: str,
-    ) -> Iterator[int]:
-        """Follow the gradient of a loss, whose leaves `logarithms` change in place.
-
-        Yields each step's number; the next iteration takes the step.
-        """
-        steps = tqdm.trange(
-            self.n_steps, desc=description, disable=not self.progress_bar
-        )
-        for step in steps:
-            optimizer.zero_grad()
-            value = loss()
-            # The caller comes first: it may measure where the loss is, or stop without
-            # this step.
-            yield step
-            value.backward()
-            optimizer.step()
-            logarithms.detach().clamp_(_LOWEST, _HIGHEST)
+        return logarithms, prior_precision
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -140,17 +112,22 @@ class Marglik(_Descent):
         optimizer = torch.optim.Rprop([logarithms], lr=self.lr, step_sizes=(1e-6, 1.0))
         trials: list[Trial] = []
 
-        def loss() -> Tensor:
+        def evidence() -> Tensor:
             prior_precision = prior()
-            evidence = posterior.log_marginal_likelihood(prior_precision)
-            trials.append(Trial(prior_precision, objective=evidence.item()))
-            return -evidence
+            value = posterior.log_marginal_likelihood(prior_precision)
+            trials.append(Trial(prior_precision, objective=value.item()))
+            return value
 
-        for _ in self._follow(loss, logarithms, optimizer, "[Maximizing evidence]"):
+        title = "[Maximizing evidence]"
+        for _ in tqdm.trange(self.n_steps, desc=title, disable=not self.progress_bar):
+            value = evidence()
             if len(trials) > _WINDOW and _spread(trials) < self.tolerance:
                 break
+            optimizer.zero_grad()
+            value.neg().backward()
+            optimizer.step()
         else:
-            loss()  # where the last step has led
+            evidence()  # where the last step has led
             if self.tolerance > 0:
                 warn(
                     f"The evidence has not converged in {self.n_steps} steps: it "
@@ -268,20 +245,17 @@ class ValGD(_Descent):
         optimizer = torch.optim.Adam([logarithms], lr=self.lr)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.n_steps)
         every = max(1, self.n_steps // _CHECKPOINTS)
-        steps = self._follow(
-            lambda: losses(next(minibatches), generator).mean(),
-            logarithms,
-            optimizer,
-            "[Minimizing validation loss]",
-        )
+        title = "[Minimizing validation loss]"
+        steps = tqdm.trange(self.n_steps, desc=title, disable=not self.progress_bar)
         # Of the backward pass.
         with torch.autocast(statistics.f_mu.device.type, enabled=False):
             for step in steps:
-                # Torch wants the first step before the schedule's, and it comes later.
-                if step:
-                    schedule.step()
                 if step % every == 0:
                     measure()
+                optimizer.zero_grad()
+                losses(next(minibatches), generator).mean().backward()
+                optimizer.step()
+                schedule.step()
             measure()
         return TuningHistory.of_losses(trials)
 

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, cast
 
+import numpy as np
 import torch
 import tqdm
+from scipy.interpolate import CubicSpline
+from scipy.optimize import OptimizeResult, minimize_scalar
 from torch import Tensor
 
 from laplace_lora_ext.curvature.kron import LinAlgError
 from laplace_lora_ext.messages import check_name, warn
-from laplace_lora_ext.predictive.data_sets import Columns, batch_by_batch, over_loader
-from laplace_lora_ext.predictive.links import DEFAULT_LINK, LINKS
-from laplace_lora_ext.predictive.posterior import WITHOUT_VARIANCE, Members, Posterior
+from laplace_lora_ext.predictive.data_sets import (
+    NO_DATA,
+    Columns,
+    batch_by_batch,
+    over_loader,
+)
+from laplace_lora_ext.predictive.links import DEFAULT_LINK, LINKS, log_probabilities
+from laplace_lora_ext.predictive.moments import Moments, mix_moments
+from laplace_lora_ext.predictive.posterior import (
+    WITHOUT_VARIANCE,
+    Members,
+    Posterior,
+    moments_of_model,
+)
 from laplace_lora_ext.predictive.statistics import (
     MixtureStatistics,
     PredictiveStatistics,
@@ -26,15 +40,9 @@ from laplace_lora_ext.predictive.statistics import (
     of_present_fit,
     statistics_of_batch,
 )
-from laplace_lora_ext.processes.exchange import gathered
+from laplace_lora_ext.processes.exchange import gathered, rank
 from laplace_lora_ext.processes.shards import Share
 from laplace_lora_ext.rounding import equal_up_to_rounding
-from laplace_lora_ext.tuning.losses import (
-    LOGIT_SCALES,
-    Likelihoods,
-    NoiseSquares,
-    expected_choice,
-)
 from laplace_lora_ext.tuning.method import (
     Trial,
     TuningHistory,
@@ -50,6 +58,27 @@ _POINTS = 625
 _BEYOND = 1e8  # times the last prior precision at least
 _ROWS = 256  # examples that are predicted at once from their moments
 _BYTES = 2**28  # of statistics that wait to be scored together
+
+
+_QUARTERS = np.arange(-8, 8) / 4
+LOGIT_SCALES = (*(5.0**_QUARTERS).tolist(), 20.0)
+"""Scales of the logits at which losses are summed, from 0.04 to 20; 1 is one of them.
+
+Texts learnt by heart ask for temperatures of 5 to 11 (benchmarks/results/answers.md).
+"""
+
+PENALTY = 4.0
+"""Times the squared logarithm of a scale above 1: what is added to the summed loss, in
+nats.
+
+Chosen by draws of few texts, on tasks that settings are chosen on (docs/tried.md).
+"""
+
+A_NAT = 1.0
+"""What all examples together must gain, in nats, for a posterior without variance."""
+
+_EXACT = 1e-6  # in the logarithm of the scale
+_SEED = 0  # of draws, which are the same for all examples, priors and scales
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,33 +120,6 @@ class GridMethod(TuningMethod):
             return grid
         base = self._start(la)
         return grid.reshape(len(grid), -1).to(base) * base
-
-    def remark(self, la: Members, history: TuningHistory) -> None:
-        """Warn where the first or the last prior precision of the grid is the best."""
-        losses = history.objective
-        if len(losses) < 3 or (losses == losses[0]).all():
-            return  # a grid without a middle
-        # If a scale or a noise was chosen too, the last is no fault: without variance,
-        # that number does all that is needed.
-        is_fixed = history.sigma_noise is None and (history.logit_scale == 1).all()
-        # Where both ends are as good, the first is taken, and spoken of.
-        if is_fixed and losses.argmin() > 0 and _is_best(losses, -1):
-            warn(
-                "The best prior precision of the grid is the last, "
-                f"{_middle(history.prior_precision[-1]):.3g}: there is nothing to "
-                "broaden. Predictions of these data are best without variance of the "
-                "weights, since the model is as sure as it should be, or less, or "
-                "since it was trained on these data: no posterior makes it surer. If a "
-                "larger prior precision may be better still, raise log_prior_prec_max."
-            )
-        elif _is_best(losses, 0):
-            warn(
-                "The best prior precision of the grid is the first, "
-                f"{_middle(history.prior_precision[0]):.3g}: still more variance might "
-                "be better. The model is far too sure of these data, or knows nothing "
-                "of them: check that it is trained, and with these labels. If it is, "
-                "lower log_prior_prec_min."
-            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -216,13 +218,13 @@ class GridSearch(GridMethod):
         else:
             share = Share(data)
             batches = self._of_batches(share, members, own, grid)
-            own_sums = _sum_losses(grid, score, members, _in_portions(batches))
+            of_rank = _sum_losses(grid, score, members, _in_portions(batches))
             share.refuse_copies()
-            summed = gathered(own_sums)
+            summed = gathered(of_rank)
         sums, counts = zip(*summed, strict=True)
-        # A rank without data has a column of zeros.
-        of_all = torch.stack(torch.broadcast_tensors(*sums)).sum(0)
-        return expected_choice(grid, of_all, sum(counts), score)
+        history = expected_choice(grid, torch.stack(sums).sum(0), sum(counts), score)
+        warn_at_ends(history)
+        return history
 
     def _score(self, members: Sequence[Posterior]) -> Likelihoods | NoiseSquares:
         """Say what is summed over the examples, and chosen beside the prior."""
@@ -347,7 +349,9 @@ class TokenGridSearch(GridMethod):
             la.prior_precision = point
             nll = nll_of_tokens(la, share, self.n_samples, seed)
             trials.append(Trial(point, objective=nll))
-        return TuningHistory.of_losses(trials)
+        history = TuningHistory.of_losses(trials)
+        warn_at_ends(history)
+        return history
 
 
 def _in_portions(batches: Iterable[MixtureStatistics]) -> Iterator[MixtureStatistics]:
@@ -375,21 +379,46 @@ def _sum_losses(
     portions: Iterable[MixtureStatistics],
 ) -> tuple[Tensor, int]:
     """Sum examples' losses at every point of a grid, `(T, K)`, and count them."""
-    total = torch.zeros(len(grid), 1).double()
+    total = torch.zeros(len(grid), score.n_terms, dtype=torch.float64)
     n_examples = 0
     for statistics in portions:
         targets = statistics.required_targets()
-        sums: list[Tensor] = []
-        for point in grid:
+        for point, of_point in zip(grid, total, strict=True):
             try:
                 of_members = statistics.moments(point).members
-                sums.append(score.terms(members, of_members, targets).sum(0).cpu())
+                of_point += score.terms(members, of_members, targets).sum(0).cpu()
             except LinAlgError:
-                # As for the host.
-                sums.append(torch.tensor([math.inf]).double())
-        total = total + torch.stack(torch.broadcast_tensors(*sums))
+                of_point += math.inf  # as for the host
         n_examples += len(statistics)
     return total, n_examples
+
+
+def warn_at_ends(history: TuningHistory) -> None:
+    """Warn where the first or the last prior precision of a grid is the best."""
+    losses = history.objective
+    if rank() > 0 or len(losses) < 3 or (losses == losses[0]).all():
+        return  # a grid without a middle
+    # If a scale or a noise was chosen too, the last is no fault: without variance, that
+    # number does all that is needed.
+    is_fixed = history.sigma_noise is None and (history.logit_scale == 1).all()
+    # Where both ends are as good, the first is taken, and spoken of.
+    if is_fixed and losses.argmin() > 0 and _is_best(losses, -1):
+        warn(
+            "The best prior precision of the grid is the last, "
+            f"{_middle(history.prior_precision[-1]):.3g}: there is nothing to "
+            "broaden. Predictions of these data are best without variance of the "
+            "weights, since the model is as sure as it should be, or less, or "
+            "since it was trained on these data: no posterior makes it surer. If a "
+            "larger prior precision may be better still, raise log_prior_prec_max."
+        )
+    elif _is_best(losses, 0):
+        warn(
+            "The best prior precision of the grid is the first, "
+            f"{_middle(history.prior_precision[0]):.3g}: still more variance might "
+            "be better. The model is far too sure of these data, or knows nothing "
+            "of them: check that it is trained, and with these labels. If it is, "
+            "lower log_prior_prec_min."
+        )
 
 
 def _is_best(losses: Tensor, place: int) -> bool:
@@ -416,3 +445,226 @@ def nll_of_tokens(la: Members, data: Any, n_samples: int = 10, seed: int = 0) ->
 
     log_probs, counts = over_loader(data, of_texts)
     return -log_probs.sum().item() / int(counts.sum())
+
+
+@dataclass(frozen=True)
+class Likelihoods:
+    """Scores predictions of classes by their likelihood, at several scales.
+
+    An example's numbers are its negative log-likelihoods, one for each scale s of
+    `link(s f, s² V)`. Without a variance, s is the inverse of a temperature, and s = 1
+    is the prior alone: what is best of all priors and scales is no worse than either.
+
+    Few examples say little of s: thirty that are all right would ask for a very large
+    one. So `scale_penalty` is added to the summed loss, which holds large scales back.
+    Small ones are free: models that have learnt their examples by heart are too sure,
+    as a rule, and to be less sure of a few examples does little harm. So where a search
+    ends without a variance, what it has chosen is the temperature itself.
+
+    Parameters
+    ----------
+    link_approx : str
+    n_samples : int
+        draws of "mc"
+    scales : tuple of float, default=(1.0,)
+        S scales, `LOGIT_SCALES` where one is to be chosen
+    """
+
+    link_approx: str
+    n_samples: int
+    scales: tuple[float, ...] = (1.0,)
+
+    @property
+    def n_terms(self) -> int:
+        """Count the numbers of an example, S."""
+        return len(self.scales)
+
+    @property
+    def is_free(self) -> bool:
+        """Tell whether a scale is chosen beside each prior precision."""
+        return self.n_terms > 1
+
+    def terms(
+        self, members: Sequence[Posterior], moments: Sequence[Moments], targets: Tensor
+    ) -> Tensor:
+        """Compute each example's losses `(N, S)` in float64, from members' moments."""
+        by_member = zip(members, moments, strict=True)
+        # (members, scales, examples, classes)
+        log_p = torch.stack([self._log_p(*member) for member in by_member])
+        of_mean = log_p.logsumexp(0) - math.log(len(log_p))
+        targets = targets.to(of_mean.device)
+        losses = [members[0].task.nll(of_scale, targets) for of_scale in of_mean]
+        return torch.stack(losses, dim=1)
+
+    def _log_p(self, member: Posterior, moments: Moments) -> Tensor:
+        """Compute log-probabilities `(S, N, C)` of a member, in float64."""
+        of_model = moments_of_model(member, moments, self.link_approx)
+        by_scale: list[Tensor] = []
+        for scale in self.scales:
+            scaled = of_model.scaled(scale * member.logit_scale)
+            draws = torch.Generator().manual_seed(_SEED)
+            log_p = log_probabilities(scaled, self.link_approx, self.n_samples, draws)
+            by_scale.append(log_p.double())
+        return torch.stack(by_scale)
+
+    def best(self, prior_precision: Tensor, sums: Tensor, n_examples: int) -> Trial:
+        """Find the best scale of sums `(S,)`, also between those that were summed."""
+        if not self.is_free:
+            return Trial(prior_precision, objective=sums.item() / n_examples)
+        logs = np.log(self.scales)
+        last = len(logs) - 1
+        losses = sums.cpu().numpy()
+        objectives = losses + scale_penalty(logs)
+        middle = int(objectives.argmin())
+        objective = float(objectives[middle])
+        log_scale = float(logs[middle])
+        if np.isfinite(losses).all():
+            # The loss is smooth in log s. Between two scales a spline is exact to 1e-4,
+            # or to 1e-3 at its ends and where logits are tens apart. A polynomial
+            # through more of them is not.
+            spline = CubicSpline(logs, losses)
+            search = minimize_scalar(
+                lambda log_scale: spline(log_scale) + scale_penalty(log_scale),
+                bounds=(logs[max(middle - 1, 0)], logs[min(middle + 1, last)]),
+                options={"xatol": _EXACT},
+            )
+            between = cast(OptimizeResult, search)
+            if between.fun < objective:
+                objective = float(between.fun)
+                log_scale = float(between.x)
+        return Trial(
+            prior_precision,
+            logit_scale=math.exp(log_scale),
+            objective=objective / n_examples,
+            penalty=float(scale_penalty(log_scale)) / n_examples,
+        )
+
+
+def scale_penalty(log_scale: np.ndarray | float) -> np.ndarray:
+    """Compute what a scale adds to a summed loss, in nats, from its logarithm."""
+    return PENALTY * np.square(np.maximum(log_scale, 0))
+
+
+@dataclass(frozen=True)
+class NoiseSquares:
+    """Scores predictions of numbers by their density, at a noise or at the best one.
+
+    With residuals r, an example's negative log-likelihood at the noise σ is
+
+        ½ log det(2π (σ² I + V)) + ½ rᵀ (σ² I + V)⁻¹ r
+
+    and its numbers are `rᵀ (σ² I + V)⁻¹ r` and `log det(σ² I + V)`. Where the noise is
+    to be chosen, the grid is of ρ = λ σ², with prior precision λ, and σ is 1 meanwhile,
+    the posterior's too. Then all covariances are σ² times these, with matrices that σ
+    is not in: the best σ² is the mean of the first number, for each output.
+
+    Parameters
+    ----------
+    n_outputs : int
+    noise : float, optional
+        σ; None to choose it
+    """
+
+    n_outputs: int
+    noise: float | None = None
+    n_terms: ClassVar[int] = 2
+
+    @property
+    def is_free(self) -> bool:
+        """Tell whether a noise is chosen beside each prior precision."""
+        return self.noise is None
+
+    def terms(
+        self, members: Sequence[Posterior], moments: Sequence[Moments], targets: Tensor
+    ) -> Tensor:
+        """Compute each example's two numbers `(N, 2)` in float64.
+
+        A `torch.linalg.LinAlgError` if rounding left no covariance.
+        """
+        by_member = zip(members, moments, strict=True)
+        pairs = [moments_of_model(*member, "probit") for member in by_member]
+        means, covariances = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+        mean, covariance = mix_moments(means.double(), covariances.double())
+        residuals = targets.to(mean.device).double() - mean
+        variance = 1.0 if self.noise is None else self.noise**2
+        identity = torch.eye(self.n_outputs).to(covariance)
+        root = torch.linalg.cholesky(variance * identity + covariance)
+        whitened = torch.linalg.solve_triangular(
+            root, residuals[..., None], upper=False
+        )
+        squares = whitened.square().sum((-2, -1))
+        log_det = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        return torch.stack([squares, log_det], dim=1)
+
+    def best(self, prior_precision: Tensor, sums: Tensor, n_examples: int) -> Trial:
+        """Find the best noise; a `ValueError` where there is no error at all."""
+        squares, log_dets = sums.tolist()
+        n_numbers = n_examples * self.n_outputs
+        if self.noise is not None:
+            nll = (n_numbers * math.log(2 * math.pi) + log_dets + squares) / 2
+            return Trial(prior_precision, objective=nll / n_examples)
+        variance = squares / n_numbers
+        if variance == 0:
+            raise ValueError(
+                "The validation targets are predicted without any error, which leaves "
+                "no noise to choose: check that they are not the model's own, or pass "
+                "optimize_scale=False."
+            )
+        # At the best variance the squares over it are one for each number.
+        of_noise = n_numbers * (math.log(2 * math.pi * variance) + 1)
+        nll = (of_noise + log_dets) / 2
+        # From ρ = λ σ² to λ.
+        return Trial(
+            prior_precision / variance,
+            sigma_noise=math.sqrt(variance),
+            objective=nll / n_examples,
+        )
+
+
+def expected_choice(
+    grid: Tensor, sums: Tensor, n_examples: int, score: Likelihoods | NoiseSquares
+) -> TuningHistory:
+    """Choose the prior precision that the examples expect, or none.
+
+    That is the mean of log λ, where each point weighs `exp(-summed objective)`: the
+    posterior mean under a prior that is flat on the grid. Few examples say little of λ,
+    and their best point is a matter of luck (docs/tried.md). Chosen is the point next
+    to the mean, or the one without variance where that is better by more than a nat of
+    all examples.
+
+    Parameters
+    ----------
+    grid : torch.Tensor
+        `(T,)` or `(T, blocks)` prior precisions; where a noise is chosen too, for a
+        noise of 1
+    sums : torch.Tensor
+        `(T, K)`, the score's terms, summed over examples in float64
+    n_examples : int
+    score : Likelihoods or NoiseSquares
+        if it is free, the last prior precision is the one beyond the grid
+
+    Raises
+    ------
+    ValueError
+        If there are no examples, or the losses are never finite.
+    """
+    if not n_examples:
+        raise ValueError(NO_DATA)
+    trials = [
+        score.best(point, of_point, n_examples)
+        for point, of_point in zip(grid, sums, strict=True)
+    ]
+    history = TuningHistory.of_losses(trials)  # it checks the objectives
+    if math.isinf(history.loss):
+        raise ValueError("The validation loss is finite nowhere on the grid: check it.")
+    n_points = len(grid) - score.is_free
+    objective = n_examples * history.objective[:n_points]
+    logs = grid[:n_points].reshape(n_points, -1).log().double().cpu()
+    mean = objective.neg().softmax(0) @ logs
+    choice = int((logs - mean).square().sum(1).argmin())
+    if score.is_free:
+        last = len(trials) - 1
+        gain = history.objective[choice] - history.objective[last]
+        if n_examples * gain > A_NAT:
+            choice = last
+    return replace(history, choice=choice)

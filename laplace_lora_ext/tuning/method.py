@@ -12,9 +12,8 @@ from torch import Tensor
 
 from laplace_lora_ext.curvature.decomposed import trace_of
 from laplace_lora_ext.draws import draw_seed
-from laplace_lora_ext.messages import check_counts
+from laplace_lora_ext.messages import check_counts, check_name
 from laplace_lora_ext.models.running import as_tensor, cpu_as_default
-from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.predictive.posterior import Hyperparameters, Members, Posterior
 from laplace_lora_ext.predictive.statistics import (
     PredictiveStatistics,
@@ -151,17 +150,13 @@ class TuningMethod:
     def __post_init__(self) -> None:
         counts = {name: getattr(self, name) for name in _COUNTS if hasattr(self, name)}
         check_counts(**counts)
-        if self.prior_structure not in (None, *_STRUCTURES):
-            raise ValueError(
-                f"prior_structure {self.prior_structure!r} is none of {_STRUCTURES}."
-            )
+        if self.prior_structure is not None:
+            check_name("prior_structure", self.prior_structure, _STRUCTURES)
 
     def __call__(self, la: Members) -> TuningHistory:
         """Choose the hyperparameters of a posterior, and set them."""
         history = self.choose(la)
         la.hyperparameters = history.chosen
-        if rank() == 0:
-            self.remark(la, history)
         return history
 
     @torch.inference_mode(False)  # what is kept must not be inference tensors
@@ -182,9 +177,6 @@ class TuningMethod:
             told = of_first(replace(history, posteriors=()))
             return replace(told, posteriors=history.posteriors)
 
-    def remark(self, la: Members, history: TuningHistory) -> None:
-        """Warn of a choice that shows that something is amiss."""
-
     def _search(self, la: Members) -> TuningHistory:
         """Choose for a copy of a posterior, whose attributes may change."""
         raise NotImplementedError
@@ -198,10 +190,12 @@ class TuningMethod:
         """Number each block's kind, `(blocks,)`, if each kind gets its own prior."""
         if len(la.members) > 1:  # a mixture has a common factor alone
             return None
-        kinds = kinds_of(la.members[0].blocks)
+        names = [block.kind for block in la.members[0].blocks]
+        in_order = list(dict.fromkeys(names))
         by_default = self.prior_structure is None and not self._is_base
-        is_of_kinds = by_default and number_of(kinds) > 1
-        return kinds if is_of_kinds or self.prior_structure == "kind" else None
+        if self.prior_structure == "kind" or (by_default and len(in_order) > 1):
+            return torch.tensor([in_order.index(name) for name in names])
+        return None
 
     def _start(self, la: Members) -> Tensor:
         """Set the prior to the search's start; return it in float64.
@@ -219,13 +213,6 @@ class TuningMethod:
             raise ValueError("init_prior_prec must be above 0.")
         la.prior_precision = start  # raises if the curvature lacks this structure
         return la.prior_precision.detach().double()
-
-
-def kinds_of(blocks: Sequence[Block]) -> Tensor:
-    """Number the kind of each block (LoRA, heads, others), `(blocks,)`, from 0."""
-    names = [block.kind for block in blocks]
-    in_order = list(dict.fromkeys(names))
-    return torch.tensor([in_order.index(name) for name in names])
 
 
 def number_of(kinds: Tensor) -> int:

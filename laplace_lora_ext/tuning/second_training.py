@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import set_seed
 
-from laplace_lora_ext.models.adapters import (
-    add_fresh_adapter,
-    find_peft_model,
-    own_adapter_back,
-)
+from laplace_lora_ext.models.adapters import add_fresh_adapter, own_adapter_back
 from laplace_lora_ext.models.weights import flatten_weights
 from laplace_lora_ext.predictive.posterior import Members, Posterior
 from laplace_lora_ext.processes.shards import check_divisible, divide
 from laplace_lora_ext.training.averaging import share_of
-from laplace_lora_ext.training.trainers import Examples, restored
+from laplace_lora_ext.training.trainers import Examples, peft_model_of, restored
 from laplace_lora_ext.training.trainers import train as train_with
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
@@ -120,21 +116,14 @@ class SecondTraining(TuningMethod):
             # user's.
             activate()
             posterior.fit(examples.batches(rest), progress_bar=self.progress_bar)
-            history = self._grid(examples.batches(held)).choose(posterior)
-        posterior.hyperparameters = history.chosen
+            search = GridSearch(
+                val_loader=examples.batches(held),
+                init_prior_prec=self.init_prior_prec,
+                prior_structure=self.prior_structure,
+                progress_bar=self.progress_bar,
+            )
+            history = search(posterior)
         return replace(history, posteriors=(posterior,))
-
-    def remark(self, la: Members, history: TuningHistory) -> None:
-        self._grid().remark(la, history)
-
-    def _grid(self, held: Iterable[Any] = ()) -> GridSearch:
-        """Return the search by held-out examples, with the options of this method."""
-        return GridSearch(
-            val_loader=held,
-            init_prior_prec=self.init_prior_prec,
-            prior_structure=self.prior_structure,
-            progress_bar=self.progress_bar,
-        )
 
     def _around_another_training(self, la: Posterior, rest: Dataset) -> Posterior:
         """Train another adapter, and make an unfitted posterior around it."""
@@ -163,11 +152,7 @@ class SecondTraining(TuningMethod):
 
     def _from_trainer(self, la: Posterior, rest: Dataset) -> nn.Module:
         """Let the trainer train a new adapter of the fitted model."""
-        model = find_peft_model(la.model)
-        if find_peft_model(self.trainer.model) is not model:
-            raise ValueError(
-                "Pass the trainer of the posterior's model: this one has another."
-            )
+        model = peft_model_of(self.trainer, la.model)
         fitted_adapter = la.blocks[0].adapter
         with restored(self.trainer):
             # Not the seed of the first training, whose weights the new ones would begin
@@ -177,11 +162,7 @@ class SecondTraining(TuningMethod):
                 model.set_adapter(fitted_adapter)
             add_fresh_adapter(model, _NAME)
             folder = Path(self.trainer.args.output_dir, _NAME)
-            train_with(
-                self.trainer,
-                rest,
-                1 - self.held_out,
-                folder,
-                average=share_of(self.average),
-            )
+            share = 1 - self.held_out
+            average = share_of(self.average)
+            train_with(self.trainer, rest, share, folder, average=average)
         return la.model.model

@@ -24,7 +24,7 @@ from benchmarks.held_out import HELD
 from benchmarks.methods.method import fit_temperature, labels_of
 from benchmarks.options import Stages
 from laplace_lora_ext.metrics import negative_log_likelihood
-from laplace_lora_ext.tuning.losses import PENALTY
+from laplace_lora_ext.tuning.gridsearch import PENALTY
 from tests.benchmarks.support import rows_by, run, write_grammar
 
 

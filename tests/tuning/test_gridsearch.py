@@ -1,41 +1,72 @@
-"""The best of a grid of prior precisions, by brute force."""
+"""Grids of prior precisions: losses by brute force, and which point is chosen."""
 
+import math
 import re
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributions import MultivariateNormal
+from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from laplace_lora_ext import GridSearch, PredictiveStatistics
-from laplace_lora_ext.predictive.moments import Contrasts
-from laplace_lora_ext.predictive.posterior import Members
+from laplace_lora_ext import GridSearch, LaplaceMixture, TokenGridSearch, TuningHistory
+from laplace_lora_ext.training.stages import eval_figures
 from laplace_lora_ext.tuning import gridsearch
-from laplace_lora_ext.tuning.losses import LOGIT_SCALES, Likelihoods, expected_choice
-from laplace_lora_ext.tuning.method import TuningHistory
-from tests.support.models import head_of, lora_model, ragged_batches
+from laplace_lora_ext.tuning.gridsearch import (
+    A_NAT,
+    LOGIT_SCALES,
+    PENALTY,
+    Likelihoods,
+    expected_choice,
+    warn_at_ends,
+)
+from laplace_lora_ext.tuning.method import draw_seed
+from tests.support.models import lora_model, one_by_one, ragged_batches
 from tests.support.posteriors import (
+    GRID,
     PRIORS_ALONE,
+    count_forward_passes,
     fitted,
     generator,
+    normal,
+    overconfident,
     plain_regression,
     some_precision,
     validation_loss,
 )
+from tests.support.ranks import assert_alike, on_ranks
+from tests.support.texts import LENGTHS, fitted_text, text_batches
 
 Batch = dict[str, Tensor]
 
 LINK = {"link_approx": "mean_field"}
-# The points of `PRIORS_ALONE`.
+# The points of `GRID`.
 POINTS = torch.logspace(-2, 2, 7)
 
 
-# --- the grid -------------------------------------------------------------------------
+def penalty_of(scale: float, n_texts: int) -> float:
+    """What a scale adds to the mean loss of some texts."""
+    # As much for all texts together, however many there are.
+    return PENALTY * max(math.log(scale), 0) ** 2 / n_texts
+
+
+def loss(la: Any, batches: list[Batch]) -> float:
+    """Compute what a search minimises, at the present prior and scale."""
+    n_texts = sum(len(batch["labels"]) for batch in batches)
+    mean = validation_loss(la, la.prior_precision, batches, **LINK)
+    return mean + penalty_of(la.logit_scale, n_texts)
+
+
+# --- against brute force --------------------------------------------------------------
 
 
 def test_several_numbers_are_multiplied_and_a_single_one_is_ignored(validation):
@@ -48,79 +79,41 @@ def test_several_numbers_are_multiplied_and_a_single_one_is_ignored(validation):
         options = {"val_loader": validation, "init_prior_prec": start}
         history = GridSearch(**options, **PRIORS_ALONE)(la)
         assert_close(history.prior_precision, points)
-        losses = [validation_loss(la, point, validation, **LINK) for point in points]
-        assert history.objective.tolist() == pytest.approx(losses, rel=1e-5)
-
-
-# --- against brute force --------------------------------------------------------------
-
-
-# Predictions, and a posterior.
-CASES = {
-    "mc": ({"link_approx": "mc", "n_samples": 30}, {}),
-    "probit": ({"link_approx": "probit"}, {"dtype": torch.float32, "tail": False}),
-    "kron": (LINK, {"structure": "kron"}),
-    "full": ({"link_approx": "mc", "n_samples": 30}, {"structure": "full"}),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_gridsearch_equals_brute_force(name):
-    predictions, posterior = CASES[name]
-    la = fitted(**posterior)
-    # As draws are of all texts together, these are one batch.
-    batches = ragged_batches(seed=7, batch_size=8)
-    # The same draws at every point.
-    losses = [
-        validation_loss(la, point, batches, generator=generator(0), **predictions)
-        for point in POINTS
-    ]
-    torch.manual_seed(1)  # on whose state nothing depends
-    history = GridSearch(val_loader=batches, **predictions, **PRIORS_ALONE)(la)
-    assert history.objective.tolist() == pytest.approx(losses, rel=1e-5)
-    # The point next to the mean of their logarithms, weighted by likelihoods.
-    weights = torch.softmax(-8 * torch.tensor(losses), 0)
-    mean = weights @ POINTS.log()
-    expected = POINTS[(POINTS.log() - mean).abs().argmin()].item()
-    assert la.prior_precision.item() == pytest.approx(expected)
-    assert history.prior_precision.shape == (7, 1)
-
-
-@pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
-def test_many_classes_are_searched_by_their_contrasts(structure):
-    # Batches whose examples need unlike numbers of contrasts.
-    batches = ragged_batches(n_classes=14, seed=7, batch_size=1)
-    model = lora_model("bert", n_labels=14)
-    head_of(model).weight.data *= 60
-    la = fitted(model=model, batches=batches, structure=structure)
-    logits = [la.predictive_moments(batch).f_mu for batch in batches]
-    n_needed = {len(Contrasts().directions(of_text)) for of_text in logits}
-    assert len(n_needed) > 1
-    history = GridSearch(val_loader=batches, **PRIORS_ALONE)(la)
-    losses = [validation_loss(la, point, batches, **LINK) for point in POINTS]
+    losses = [validation_loss(la, point, validation, **LINK) for point in points]
     assert history.objective.tolist() == pytest.approx(losses, rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("structure", "n_outputs"), [("lowrank_kron", 1), ("lowrank_kron", 2), ("diag", 2)]
+    ("link", "posterior"),
+    [
+        ("probit", {"dtype": torch.float32, "tail": False}),
+        ("mc", {"structure": "full"}),
+    ],
 )
-def test_a_regression_is_chosen_by_the_density_of_its_targets(structure, n_outputs):
-    la, X = plain_regression(n_outputs, structure)
-    y = torch.randn(12, n_outputs, generator=generator(3)).double()
-    # Targets of one output may be flat.
-    targets = y[:, 0] if n_outputs == 1 else y
-    batches = [(X[:5], targets[:5]), (X[5:], targets[5:])]
-    search = GridSearch(val_loader=batches, grid_size=7, optimize_scale=False)
-    history = search(la)
-    objective = history.objective.tolist()
-    noise = 0.5**2 * torch.eye(n_outputs).double()
-    for point, found in zip(history.prior_precision, objective, strict=True):
-        la.prior_precision = point
-        f_mu, f_var = la(X)
-        density = MultivariateNormal(f_mu, f_var + noise)
-        expected = -density.log_prob(y).mean().item()
-        assert found == pytest.approx(expected, rel=1e-6)
-    assert len(set(objective)) == 7
+def test_the_loss_is_that_of_every_pair(link, posterior, monkeypatch):
+    la = fitted(**posterior)
+    # As draws are of all texts together, these are one batch.
+    batches = ragged_batches(seed=7, batch_size=8)
+    found = []
+
+    def note(grid: Tensor, sums: Tensor, *args: Any) -> TuningHistory:
+        found.append(sums)
+        return expected_choice(grid, sums, *args)
+
+    monkeypatch.setattr(gridsearch, "expected_choice", note)
+    torch.manual_seed(1)  # on whose state nothing depends
+    options = {"link_approx": link, "n_samples": 30}
+    history = GridSearch(val_loader=batches, **options, **GRID)(la)
+    assert len(history.trials) == len(POINTS) + 1
+    for trial, sums in zip(history.trials, found[0], strict=True):
+        for index in (0, 6, 8):
+            la.logit_scale = LOGIT_SCALES[index]
+            draws = options | {"generator": generator(0)}
+            expected = validation_loss(la, trial.prior_precision, batches, **draws)
+            assert sums[index].item() / 8 == pytest.approx(expected, rel=1e-5)
+            penalised = expected + penalty_of(la.logit_scale, 8)
+            # Beyond rounding, no pair is better than what is chosen at its prior.
+            assert trial.objective <= penalised * (1 + 1e-6)
 
 
 # --- which point is chosen ------------------------------------------------------------
@@ -160,9 +153,6 @@ def test_no_variance_is_chosen_where_it_is_better_by_a_nat():
         assert history.choice == choice
 
 
-# --- losses that choose nothing -------------------------------------------------------
-
-
 def test_losses_that_choose_nothing_are_refused():
     with pytest.raises(ValueError, match="not a number"):
         history_of([1.0, torch.nan])
@@ -170,29 +160,19 @@ def test_losses_that_choose_nothing_are_refused():
         history_of([torch.inf, torch.inf])
 
 
-@pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
-def test_a_matrix_that_is_no_covariance_is_the_worst(
-    structure, validation, monkeypatch
-):
-    la = fitted(structure=structure)
-    owner = PredictiveStatistics if structure == "lowrank_kron" else type(la)
-    name = "moments" if structure == "lowrank_kron" else "functional_variance"
-    covariance = getattr(owner, name)
+def test_a_matrix_that_is_no_covariance_is_the_worst(validation, monkeypatch):
+    la = fitted(structure="full")
+    covariance = type(la).functional_variance
 
-    def of_large_priors(self: Any, asked: Tensor) -> Any:
-        prior = asked if structure == "lowrank_kron" else self.prior_precision
-        if prior < 1:
+    def of_large_priors(self: Any, Js: Tensor) -> Tensor:
+        if self.prior_precision < 1:
             raise torch.linalg.LinAlgError
-        return covariance(self, asked)
+        return covariance(self, Js)
 
-    monkeypatch.setattr(owner, name, of_large_priors)
+    monkeypatch.setattr(type(la), "functional_variance", of_large_priors)
     history = GridSearch(val_loader=validation, **PRIORS_ALONE)(la)
-    is_infinite = history.objective.isinf()
-    assert is_infinite.tolist() == [True] * 3 + [False] * 4
+    assert history.objective.isinf().tolist() == [True] * 3 + [False] * 4
     assert la.prior_precision >= 1
-
-
-# --- choices at an end of the grid ----------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -212,55 +192,211 @@ def test_a_matrix_that_is_no_covariance_is_the_worst(
     ],
 )
 def test_a_choice_at_an_end_of_the_grid_is_said_once(losses, says):
-    base = torch.tensor([1.0, 100.0])
     # A grid that multiplies a base has ends too, told by the geometric mean.
     points = torch.logspace(-4, 4, len(losses))
-    for grid in (points, torch.outer(points / 10, base)):
+    for grid in (points, torch.outer(points / 10, torch.tensor([1.0, 100.0]))):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            GridSearch(val_loader=[]).remark(Members(), history_of(losses, grid))
+            warn_at_ends(history_of(losses, grid))
         found = [str(warning.message) for warning in said]
         assert len(found) == (says is not None)
         assert not says or re.search(says, found[0])
 
 
+# --- a scale of the logits ------------------------------------------------------------
+
+
+def underconfident(**keywords: Any):
+    """Fit a posterior, and make texts of which its model is right, yet not sure."""
+    la = fitted(**keywords)
+    texts = ragged_batches(lengths=(7, 4, 5, 7, 3, 6, 2, 7) * 3, seed=7)
+    for batch in texts:
+        batch["labels"] = la.predictive_moments(batch).f_mu.argmax(-1)
+    return la, texts
+
+
+# Where the scale tells all, the best prior is the last.
+@pytest.mark.filterwarnings("ignore:The best prior precision of the grid")
+# One whose statistics serve every prior, and one whose don't.
+@pytest.mark.parametrize(
+    ("make_task", "structure"),
+    [(overconfident, "lowrank_kron"), (underconfident, "diag")],
+)
+def test_the_pair_is_no_worse_than_the_temperature_alone_but_for_a_nat(
+    make_task, structure
+):
+    la, texts = make_task(structure=structure)
+    # Of an earlier search, say.
+    la.logit_scale = 2.5
+    priors_alone = GridSearch(val_loader=texts, **PRIORS_ALONE)(la)
+    assert la.logit_scale == 1
+    assert priors_alone.chosen.objective == pytest.approx(loss(la, texts), rel=1e-4)
+
+    f_mu = torch.cat([la.predictive_moments(batch).f_mu for batch in texts])
+    y = torch.cat([batch["labels"] for batch in texts])
+    # From 0.04 to 20, so close to each other that the best is among them.
+    of_temperatures = min(
+        cross_entropy(scale * f_mu, y).item() + penalty_of(scale, len(y))
+        for scale in torch.logspace(math.log10(0.04), math.log10(20), 600).tolist()
+    )
+    passes = count_forward_passes(la)
+    history = GridSearch(val_loader=texts, **GRID)(la)
+    assert len(passes) == len(texts)
+    lowest = history.chosen.objective
+    # Between the scales that it tries, the search goes by a polynomial.
+    assert lowest <= of_temperatures + A_NAT / len(y) + 1e-4
+    # It is the loss of what is chosen, and the last that of the temperature alone.
+    assert loss(la, texts) == pytest.approx(lowest, rel=1e-4)
+    assert history.trials[-1].objective == pytest.approx(of_temperatures, rel=1e-4)
+    if make_task is underconfident:
+        # It is made surer, which no prior could do.
+        assert lowest < priors_alone.chosen.objective - 0.05
+        # The penalty decides: of the losses alone, the largest scale would.
+        assert 1.5 < la.logit_scale < 6
+
+
+# Below 1, above it, and where there is nothing to choose between them.
+@pytest.mark.parametrize(("best", "penalty"), [(-0.9, 0.0), (0.9, PENALTY), (0, 0)])
+def test_scales_above_1_alone_have_a_penalty(best, penalty):
+    curvature = 3.0
+    logs = torch.tensor(LOGIT_SCALES, dtype=torch.float64).log()
+    losses = curvature * (logs - best) ** 2
+    score = Likelihoods("mean_field", 1, LOGIT_SCALES)
+    found = score.best(torch.ones(1), losses, n_examples=2)
+    # The loss a (log s - b)², with the penalty c (log s)², is least at a b / (a + c).
+    expected = curvature * best / (curvature + penalty)
+    assert math.log(found.logit_scale) == pytest.approx(expected, abs=1e-9)
+    # Both are means over the two examples.
+    of_scale = penalty * expected**2
+    assert found.penalty == pytest.approx(of_scale / 2, abs=1e-9)
+    objective = (curvature * (expected - best) ** 2 + of_scale) / 2
+    assert found.objective == pytest.approx(objective, abs=1e-9)
+
+
+def test_a_search_that_ends_without_variance_says_so():
+    la, texts = underconfident()
+    assert "without variance" not in repr(la)
+    with pytest.warns(UserWarning, match="the last"):
+        GridSearch(val_loader=texts, **PRIORS_ALONE)(la)
+    with warnings.catch_warnings():
+        # The last point is no fault where a scale is chosen.
+        warnings.simplefilter("error")
+        GridSearch(val_loader=texts, **GRID)(la)
+    # All other priors of this grid are far too broad.
+    GridSearch(val_loader=30 * texts, log_prior_prec_max=-3, grid_size=2)(la)
+    assert "without variance" in repr(la)
+    assert "do not vary" in la.summary()
+    prediction = la.predict(texts)
+    assert not prediction.epistemic_entropy.any()
+    assert prediction.total_entropy.all()
+
+
+# --- the noise of numbers -------------------------------------------------------------
+
+
+SIGMA_NOISE = 0.5  # of `plain_regression`
+
+
+def numbers(la: Any, X: Tensor, scale: float = 1.0) -> list[tuple[Tensor, Tensor]]:
+    """Make targets with noise of a known size around the model."""
+    f_mu, _ = la.predictive_moments(X)
+    y = f_mu + scale * normal(*f_mu.shape, seed=3)
+    # Of unlike sizes, so that a mean of batches is not that of their examples.
+    return [(X[:5], y[:5]), (X[5:], y[5:])]
+
+
+def loss_of(la: Any, batches: list[tuple[Tensor, Tensor]], sigma_noise: Any) -> float:
+    """Average the negative log-density of the targets."""
+    losses = []
+    for X, y in batches:
+        f_mu, f_var = la(X)
+        noise = sigma_noise**2 * torch.eye(y.shape[1]).double()
+        losses.append(-MultivariateNormal(f_mu, f_var + noise).log_prob(y))
+    return torch.cat(losses).mean().item()
+
+
+@pytest.mark.parametrize(("structure", "n_outputs"), [("lowrank_kron", 1), ("full", 2)])
+def test_each_prior_has_the_noise_that_is_best_for_it(structure, n_outputs):
+    la, X = plain_regression(n_outputs, structure)
+    batches = numbers(la, X, scale=0.3)
+    history = GridSearch(val_loader=batches, **GRID)(la)
+    # The last point is the noise alone.
+    *trials, last = history.trials
+    assert len(trials) == GRID["grid_size"]
+    for trial in trials:
+        losses = []
+        for factor in (1.0, 0.99, 1.01):
+            la.sigma_noise = factor * trial.sigma_noise
+            # The search's priors are relative to the noise, which moves alone here.
+            la.prior_precision = trial.prior_precision / factor**2
+            losses.append(loss_of(la, batches, la.sigma_noise))
+        assert losses[0] == pytest.approx(trial.objective, rel=1e-5)
+        assert losses[0] == min(losses)
+
+    y = torch.cat([y for _, y in batches])
+    residuals = y - la.predictive_moments(X).f_mu
+    variance = residuals.square().mean().item()
+    # The mean negative log-density of normals at the variance of their own residuals.
+    expected = n_outputs * (math.log(2 * math.pi * variance) + 1) / 2
+    assert last.objective == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_mixture_keeps_the_noise_of_its_members():
+    la, X = plain_regression()
+    other = copy(la)
+    other.sigma_noise = 0.7
+    batches = numbers(la, X, scale=0.3)
+    mixture = LaplaceMixture([la, other])
+    history = GridSearch(val_loader=batches, **GRID)(mixture)
+    noises = [member.sigma_noise.item() for member in mixture.members]
+    assert noises == pytest.approx([SIGMA_NOISE, 0.7])
+    assert history.sigma_noise is None
+    assert len(history.trials) == GRID["grid_size"]
+    for trial in history.trials:
+        mixture.prior_precision = trial.prior_precision
+        # By the law of total variance, as the mixture predicts.
+        expected = loss_of(mixture, batches, math.sqrt((SIGMA_NOISE**2 + 0.7**2) / 2))
+        assert trial.objective == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("structure", "scale"), [("lowrank_kron", 1e-3), ("diag", 1e3)]
+)
+def test_targets_of_any_scale_have_their_noise(structure, scale):
+    la, X = plain_regression(1, structure)
+    history = GridSearch(val_loader=numbers(la, X, scale))(la)
+    variances = la(X)[1].flatten() + la.sigma_noise**2
+    # Chance moves the standard deviation of twelve draws by 1 / sqrt(24), or 20%.
+    assert 0.5 < variances.sqrt().mean().item() / scale < 1.6
+    # The noise alone leaves no variance, whatever the unit.
+    for point, has_variance in ((-2, True), (-1, False)):
+        la.hyperparameters = replace(history, choice=point).chosen
+        assert ("without variance" not in repr(la)) == has_variance
+
+
+def test_targets_without_any_error_are_refused():
+    la, X = plain_regression(1)
+    f_mu, _ = la.predictive_moments(X)
+    # Rounded as the statistics round the means: every residual is exactly 0.
+    statistics = la.predictive_statistics([(X, f_mu.float().double())])
+    with pytest.raises(ValueError, match=r"without any error.*optimize_scale=False"):
+        GridSearch(val_loader=statistics)(la)
+    assert la.sigma_noise.item() == SIGMA_NOISE
+
+
 # --- one pass over the data -----------------------------------------------------------
 
 
-@pytest.mark.parametrize(("link", "rows"), [("mean_field", 4), ("probit", 256)])
-def test_losses_that_are_summed_in_one_pass_are_those_of_kept_statistics(
-    link, rows, monkeypatch
-):
+def test_losses_that_are_summed_in_one_pass_are_those_of_kept_statistics(monkeypatch):
     la = fitted(dtype=torch.float64)
     batches = [*ragged_batches(seed=7), *ragged_batches(seed=8)]
     statistics = la.predictive_statistics(batches)
-    monkeypatch.setattr(gridsearch, "_ROWS", rows)
-
+    monkeypatch.setattr(gridsearch, "_ROWS", 4)
     found, expected = (
-        GridSearch(val_loader=data, link_approx=link, **PRIORS_ALONE)(la).objective
+        GridSearch(val_loader=data, **PRIORS_ALONE)(la).objective
         for data in (batches, statistics)
     )
     assert_close(found, expected, rtol=1e-6, atol=0)
-
-
-def most_alive(la: Any, batches: list[Batch], monkeypatch: Any) -> int:
-    """Search; count the most bytes of statistics that are alive at once."""
-    columns: list[weakref.ref] = []
-    n_bytes: list[int] = []
-    make = gridsearch.statistics_of_batch
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        statistics = make(*args, **kwargs)
-        columns.extend(weakref.ref(column) for column in statistics.columns)
-        alive = [column() for column in columns]
-        n_bytes.append(sum(each.nbytes for each in alive if each is not None))
-        return statistics
-
-    with monkeypatch.context() as patched:
-        patched.setattr(gridsearch, "statistics_of_batch", watched)
-        GridSearch(val_loader=batches, **PRIORS_ALONE)(la)
-    assert len(n_bytes) == len(batches)
-    return max(n_bytes)
 
 
 @pytest.mark.parametrize("limit", ["_ROWS", "_BYTES"])
@@ -272,5 +408,115 @@ def test_a_search_keeps_no_statistics_of_examples_that_it_has_scored(
     of_one_batch = la.predictive_statistics(batches[:1]).nbytes
     of_two_batches = {"_ROWS": 4, "_BYTES": 2 * of_one_batch}
     monkeypatch.setattr(gridsearch, limit, of_two_batches[limit])
+    columns: list[weakref.ref] = []
+    n_bytes: list[int] = []
+    make = gridsearch.statistics_of_batch
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        statistics = make(*args, **kwargs)
+        columns.extend(weakref.ref(column) for column in statistics.columns)
+        alive = [column() for column in columns]
+        n_bytes.append(sum(each.nbytes for each in alive if each is not None))
+        return statistics
+
+    monkeypatch.setattr(gridsearch, "statistics_of_batch", watched)
+    GridSearch(val_loader=batches * 6, **PRIORS_ALONE)(la)
+    assert len(n_bytes) == 6 * len(batches)
     # What waits to be scored, and the batch that comes.
-    assert most_alive(la, batches * 6, monkeypatch) <= 3 * of_one_batch
+    assert max(n_bytes) <= 3 * of_one_batch
+
+
+# --- texts that are written -----------------------------------------------------------
+
+
+# Few, for each of them costs a pass at each point.
+N_SAMPLES = 2
+GRID_OF_TEXTS = {"log_prior_prec_min": -1, "log_prior_prec_max": 3, "grid_size": 5}
+
+
+def losses_of_texts(la: Any, texts: Any, seed: int = 3) -> Tensor:
+    options = {"n_samples": N_SAMPLES, "generator": generator(seed), **GRID_OF_TEXTS}
+    return TokenGridSearch(val_loader=texts, **options)(la).objective
+
+
+def validation_texts(**ragged: Any) -> list[Batch]:
+    return text_batches(lengths=(6, 5, 7, 4), seed=7, **ragged)
+
+
+def test_losses_of_texts_are_those_of_scores_and_the_least_is_chosen():
+    la = fitted_text()
+    base = torch.linspace(0.5, 2, len(la.blocks))
+    passes = count_forward_passes(la)
+    history = la.optimize_prior_precision(
+        method="gridsearch",
+        val_loader=validation_texts(),
+        init_prior_prec=base,
+        generator=generator(3),
+        n_samples=N_SAMPLES,
+        **GRID_OF_TEXTS,
+    )
+    # Each point is a pass of the model and of each draw.
+    assert len(passes) == 5 * (N_SAMPLES + 1) * len(validation_texts())
+    tried = history.prior_precision
+    expected = torch.outer(torch.logspace(-1, 3, 5), base)
+    assert_close(tried.float(), expected, rtol=1e-6, atol=0)
+    best = tried[history.objective.argmin()]
+    assert_close(la.prior_precision, best.to(la.prior_precision))
+    # The search draws a seed once: all its batches and points have the same draws.
+    seed = draw_seed(generator(3))
+    for point, objective in zip(tried, history.objective, strict=True):
+        la.prior_precision = point
+        scores = [
+            la.score(batch, N_SAMPLES, generator(seed)) for batch in validation_texts()
+        ]
+        log_probs = [each.tokens.log_prob[each.labelled] for each in scores]
+        assert_close(objective, -torch.cat(log_probs).mean(), rtol=1e-10, atol=0)
+
+
+def test_neither_batches_of_texts_nor_the_models_mode_matter():
+    model = lora_model("gpt2")
+    la = fitted_text(model)
+    expected = losses_of_texts(la, validation_texts())
+    model.train()
+    for ragged in ({"batch_size": 1}, {"batch_size": 4, "padding_side": "left"}):
+        found = losses_of_texts(la, validation_texts(**ragged))
+        assert model.training
+        # Sums of float64 in another order.
+        assert_close(found, expected, rtol=1e-9, atol=0)
+
+
+def test_ranks_choose_by_the_texts_of_all_of_them():
+    la = fitted_text()
+    rows = one_by_one(text_batches(LENGTHS[:5], padded_to=max(LENGTHS)))
+    # So narrow that draws of an evaluation are the model.
+    la.prior_precision = 1e12
+
+    def choose(rank: int = 0) -> tuple[Tensor, float]:
+        # A sampler that repeats a text divides them among the ranks.
+        is_divided = dist.is_initialized()
+        sampler = DistributedSampler(rows, shuffle=False) if is_divided else None
+        loader = DataLoader(rows, batch_size=1, sampler=sampler)
+        figures = eval_figures(la, loader)
+        # By the first rank's draws.
+        return losses_of_texts(la, loader, rank), figures["eval_laplace_nll"]
+
+    assert_alike(on_ranks(choose, 2), choose())
+
+
+class Drawn(IterableDataset):
+    """Each pass gives other texts."""
+
+    def __init__(self) -> None:
+        self.n_passes = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.n_passes += 1
+        yield from text_batches(seed=self.n_passes, batch_size=2)
+
+
+def test_each_prior_precision_is_tried_on_the_same_texts():
+    la = fitted_text()
+    drawn = Drawn()
+    found = losses_of_texts(la, DataLoader(drawn, batch_size=None))
+    assert drawn.n_passes == 1
+    assert torch.equal(found, losses_of_texts(la, list(Drawn())))

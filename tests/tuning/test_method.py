@@ -2,7 +2,7 @@
 
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import Field, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,10 +19,10 @@ from laplace_lora_ext import (
     ValGD,
 )
 from laplace_lora_ext.tuning import METHODS
+from laplace_lora_ext.tuning.method import unit_of_priors
 from tests.support.models import ragged_batches, without_labels
 from tests.support.posteriors import (
     GRID,
-    STRUCTURES,
     another_training,
     count_forward_passes,
     fitted,
@@ -31,7 +31,7 @@ from tests.support.posteriors import (
 )
 from tests.support.ranks import Texts
 
-# Of each method, options that all differ from their defaults and matter for the result.
+# Of each method, options that matter for the result.
 OPTIONS = {
     "agreement": {
         "train_loader": ragged_batches(),
@@ -71,14 +71,6 @@ OPTIONS = {
         "held_out": 0.4,
     },
 }
-each_method = pytest.mark.parametrize("name", METHODS)
-
-
-def fields_of(name: str) -> dict[str, Field]:
-    """Find a method's options."""
-    return {field.name: field for field in fields(METHODS[name])}
-
-
 # --- options --------------------------------------------------------------------------
 
 
@@ -94,32 +86,6 @@ def test_searches_score_the_link_of_predict_unless_told_another(validation):
         )
         assert torch.equal(found, same)
         assert not torch.equal(found, other)
-
-
-@each_method
-def test_a_call_by_name_builds_the_object_of_its_options(name, monkeypatch):
-    built = []
-    monkeypatch.setattr(METHODS[name], "__call__", lambda self, la: built.append(self))
-    options = OPTIONS[name] | {"progress_bar": True}
-    fitted().optimize_prior_precision(method=name, **options)
-    (found,) = built
-    # None is a default, which could be forgotten on the way.
-    for option, value in OPTIONS[name].items():
-        assert getattr(found, option) is value
-        assert value != fields_of(name)[option].default
-    assert vars(found) == vars(METHODS[name](**options))
-
-
-@each_method
-def test_options_of_others_are_refused_by_name(name):
-    la = fitted(prior_precision=0.4)
-    of_all = {option for options in OPTIONS.values() for option in options}
-    # The host passes how to predict whatever the method is.
-    ignored = {"link_approx", "n_samples"} if name == "marglik" else set()
-    for option in of_all - fields_of(name).keys() - ignored:
-        with pytest.raises(TypeError, match=option):
-            la.optimize_prior_precision(method=name, **OPTIONS[name], **{option: 1})
-    assert la.prior_precision.tolist() == [0.4]
 
 
 # --- arguments that make no sense -----------------------------------------------------
@@ -138,6 +104,7 @@ BAD = [
     ({"pred_type": GridSearch(val_loader=[torch.ones(1)])}, "GridSearch"),
     ({"method": Marglik(), "n_steps": 5, "grid_size": 7}, "n_steps, grid_size"),
     ({"method": "gridsearch"}, "val_loader"),
+    ({"method": "marglik", "grid_size": 7}, "grid_size"),
     ({"method": "second_training"}, "either the trainer"),
     ({"method": "agreement", "train_loader": []}, "no data"),
     ({"method": "val_gd", **LOSSES, "link_approx": "bridge"}, "link_approx"),
@@ -165,11 +132,6 @@ def test_bad_arguments_leave_the_prior_precision_alone(arguments, message):
 # --- where a search starts ------------------------------------------------------------
 
 
-def first_point(la: Any, **options: Any) -> Tensor:
-    """Take one step, and return where it started."""
-    return Marglik(n_steps=1, tolerance=0, **options)(la).prior_precision[0]
-
-
 def test_nothing_is_said_or_shown_but_what_is_asked_for(validation, capfd):
     la = fitted()
     capfd.readouterr()  # of the fit
@@ -186,14 +148,20 @@ def test_nothing_is_said_or_shown_but_what_is_asked_for(validation, capfd):
     assert capfd.readouterr() == ("", "")
     for search in (*searches, Marglik(n_steps=2)):
         replace(search, progress_bar=True)(la)
-    la.optimize_prior_precision(n_steps=2, verbose=True)
+    # Callers of the host name a link, which predicts nothing here.
+    la.optimize_prior_precision(n_steps=2, verbose=True, link_approx="mc")
     shown = capfd.readouterr()
     assert "Optimized prior precision" in shown.out
     for title in ("Grid search", "validation loss", "evidence"):
         assert title in shown.err
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+def first_point(la: Any, **options: Any) -> Tensor:
+    """Take one step, and return where it started."""
+    return Marglik(n_steps=1, tolerance=0, **options)(la).prior_precision[0]
+
+
+@pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
 def test_a_search_starts_where_it_is_told(structure):
     la = fitted(structure=structure)
     sizes = {"scalar": 1, "layerwise": len(la.blocks)}
@@ -210,21 +178,10 @@ def test_a_search_starts_where_it_is_told(structure):
 # --- objects --------------------------------------------------------------------------
 
 
-def results(la: Any, history: TuningHistory) -> dict[str, Any]:
+def results(la: Any, history: TuningHistory) -> list[Any]:
     """Find what a search chose, and what it tried."""
-    return {
-        "prior": la.prior_precision,
-        "scale": la.logit_scale,
-        "noise": la.sigma_noise,
-        "objective": history.objective,
-        "tried": history.prior_precision,
-    }
-
-
-def numbers() -> tuple[Any, list[Any]]:
-    """Fit a posterior of numbers, and make data that choose a noise."""
-    la, X = plain_regression()
-    return la, [(X, X[:, :2])]
+    chosen = [la.prior_precision, la.logit_scale, la.sigma_noise]
+    return [*chosen, history.objective, history.prior_precision]
 
 
 @pytest.mark.filterwarnings("ignore:The posterior is over")
@@ -234,9 +191,10 @@ def numbers() -> tuple[Any, list[Any]]:
 def test_a_search_finds_the_same_whatever_was_before_and_choosing_sets_nothing(
     of_numbers, name
 ):
-    la, data = numbers() if of_numbers else (fitted(), ragged_batches(seed=7))
-    options = dict(OPTIONS[name])
+    la, data, options = fitted(), ragged_batches(seed=7), OPTIONS[name]
     if of_numbers:
+        la, X = plain_regression()
+        data = [(X, X[:, :2])]
         options = {"val_loader": data}
     before = la.prior_precision, la.logit_scale, la.sigma_noise
     choice = METHODS[name](**options).choose(la)
@@ -317,3 +275,28 @@ def test_data_pass_once_and_statistics_of_any_temperature_not_at_all(method):
     assert len(passes) == len(batches)
     # Statistics are kept in float32.
     assert_close(la.prior_precision, by_statistics, rtol=1e-6, atol=0)
+
+
+# --- numbers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
+def test_a_priors_unit_is_told_by_eigenvalues(structure):
+    la, _ = plain_regression(2, structure)
+    la.temperature = 0.5
+    # Another than 1, which divides nothing.
+    la.prior_precision = 0.3
+    P = la.posterior_precision
+    P = P.diag() if structure == "diag" else P.to_matrix()
+    # The unit is of the curvature at a noise of 1, divided by the temperature.
+    trace = 0.5**2 * (torch.linalg.eigvalsh(P) - 0.3).sum().item()
+    assert unit_of_priors(la) == pytest.approx(trace / (2 * 12), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["agreement", "val_gd"])
+def test_methods_of_classes_refuse_numbers(name):
+    la, X = plain_regression()
+    data = "train_loader" if name == "agreement" else "val_loader"
+    with pytest.raises(NotImplementedError, match=r"needs classes.*gridsearch"):
+        METHODS[name](**{data: [(X, X[:, :2])]})(la)
+    assert la.sigma_noise.item() == 0.5

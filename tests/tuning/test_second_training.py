@@ -1,23 +1,22 @@
 """The prior precision that held-out examples choose for another training."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, Sampler, Subset, SubsetRandomSampler
+from torch.utils.data import DataLoader, Subset, SubsetRandomSampler
 
 from laplace_lora_ext import GridSearch, SecondTraining
 from laplace_lora_ext.processes.shards import divide
 from laplace_lora_ext.training.trainers import Examples
 from laplace_lora_ext.tuning import gridsearch
-from tests.support.models import lora_model, ragged_batches
-from tests.support.posteriors import another_training, fitted, generator, make
-from tests.support.ranks import Texts, failures, on_ranks, strided_loader
+from tests.support.models import ragged_batches
+from tests.support.posteriors import another_training, fitted, generator
+from tests.support.ranks import Texts, on_ranks, strided_loader
 from tests.support.trainers import values
 
 # Odd, so that batches of two leave one over.
@@ -61,11 +60,21 @@ def test_it_takes_over_what_the_held_out_examples_choose(structure):
     la = fitted(structure=structure)
     before = values(la.model)
     train = Training()
+    # Numbers to start from are multiplied as a whole.
+    start = {"init_prior_prec": torch.linspace(0.5, 2, 8).double()}
     history = la.optimize_prior_precision(
-        method="second_training", train=train, train_loader=loader(), held_out=0.3
+        method="second_training",
+        train=train,
+        train_loader=loader(),
+        held_out=0.3,
+        generator=generator(3),
+        **start,
     )
     held_out = held_out_of(train.seen)
-    assert len(held_out) == 3
+    # Others than without a generator.
+    groups = Examples.of_loader(loader()).groups(la)
+    assert held_out == divide(loader(), 0.3, groups, generator(3)).places
+    assert held_out != divide(loader(), 0.3, groups).places
 
     other = fitted(
         model=another_training(),
@@ -73,15 +82,12 @@ def test_it_takes_over_what_the_held_out_examples_choose(structure):
         structure=structure,
     )
     # By the default link.
-    expected = GridSearch(val_loader=loader_of(held_out))(other)
+    expected = GridSearch(val_loader=loader_of(held_out), **start)(other)
     assert torch.equal(la.prior_precision.double(), other.prior_precision.double())
     assert_close(history.objective, expected.objective)
     (posterior,) = history.posteriors
     assert torch.equal(posterior.prior_precision, la.prior_precision)
     assert_close(values(la.model), before, rtol=0, atol=0)
-
-
-# --- what is said, and what is drawn --------------------------------------------------
 
 
 def test_a_choice_at_an_end_of_the_grid_is_said_once(monkeypatch):
@@ -94,23 +100,6 @@ def test_a_choice_at_an_end_of_the_grid_is_said_once(monkeypatch):
         )
     (found,) = [one for one in said if "of the grid" in str(one.message)]
     assert found.filename == __file__
-
-
-def test_the_examples_depend_on_the_generator_alone():
-    def held_out(draws: torch.Generator | None) -> list[int]:
-        train = Training()
-        choose = SecondTraining(train=train, train_loader=loader(), generator=draws)
-        choose(fitted())
-        return held_out_of(train.seen)
-
-    # None is not chance: a choice can be repeated without one.
-    without = held_out(None)
-    assert held_out(None) == without
-    first = held_out(generator(3))
-    again = held_out(generator(3))
-    another = held_out(generator(4))
-    assert again == first
-    assert another != first
 
 
 # --- several processes ----------------------------------------------------------------
@@ -132,19 +121,6 @@ def test_two_processes_choose_as_one():
     for objective, places in on_ranks(chosen, 2):
         assert_close(objective, expected)
         assert places == taken
-
-
-def test_processes_with_data_of_their_own_are_refused():
-    def job(rank: int) -> None:
-        texts = Texts(N + rank)
-        own = loader(texts)
-        la = fitted(batches=own)
-        choose = SecondTraining(train=Training(), train_loader=own)
-        choose(la)
-
-    results = on_ranks(job, 2)
-    for message in failures(results):
-        assert "DistributedSampler" in message
 
 
 # --- what can't work ------------------------------------------------------------------
@@ -180,113 +156,36 @@ def test_what_can_not_work_is_refused(case, message):
     assert la.prior_precision.tolist() == [0.4]
 
 
-def test_a_posterior_that_is_not_fitted_has_no_second_training():
-    untouched = Training()
-    choose = SecondTraining(train=untouched, train_loader=loader())
-    with pytest.raises(AttributeError, match="not fitted"):
-        choose(make(lora_model("bert")))
-    assert untouched.seen is None
-
-
 # --- loaders --------------------------------------------------------------------------
-
-
-class Every2nd(Sampler):
-    """A user's own sampler."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __iter__(self) -> Iterator[int]:
-        self.calls += 1
-        return iter(range(0, N, 2))
-
-    def __len__(self) -> int:
-        return (N + 1) // 2
-
-
-class Table(Texts):
-    """Rows that keep their columns."""
-
-    def select(self, places: Sequence[int]) -> Subset:
-        return Subset(self, places)
 
 
 # Neither all texts nor every second.
 PART = [1, 2, 4, 7, 9]
-# Of unlike sizes, as no `batch_size` would make them.
-BATCHES = [[0, 4], [2, 6, 8], [10]]
 
 
-@dataclass(frozen=True)
-class Data:
-    """A loader, the places of the examples that it gives, and how many to hold out."""
-
-    make_loader: Callable[[], DataLoader]
-    places: Sequence[int]
-    share: float
-    n_held_out: int
-
-
-def every_2nd() -> DataLoader:
-    return DataLoader(Texts(N), sampler=Every2nd())
-
-
-def part() -> DataLoader:
-    return DataLoader(Texts(N), sampler=SubsetRandomSampler(PART))
-
-
-def batches() -> DataLoader:
-    return DataLoader(Texts(N), batch_sampler=BATCHES)
-
-
-def whole_batches() -> DataLoader:
-    return DataLoader(ragged_batches(batch_size=1), batch_size=None)
-
-
-DATA = [
-    Data(loader, range(N), 0.3, 3),
-    # Whose rows keep their columns.
-    Data(lambda: loader(Table(N)), range(N), 0.3, 3),
-    Data(part, PART, 0.4, 2),
-    Data(every_2nd, range(0, N, 2), 0.3, 2),
-    Data(batches, range(0, N, 2), 0.3, 2),
-    Data(whole_batches, range(8), 0.2, 2),
-]
-
-
-@pytest.fixture(params=DATA)
-def data(request: pytest.FixtureRequest) -> Data:
-    return request.param
-
-
-def test_each_example_that_a_loader_gives_is_trained_on_or_held_out(data):
-    given = data.make_loader()
+@pytest.mark.parametrize(
+    ("given", "places", "n_held_out"),
+    [
+        (DataLoader(Texts(N), 2, sampler=SubsetRandomSampler(PART)), PART, 2),
+        # Of unlike sizes, as no `batch_size` would make them.
+        (
+            DataLoader(Texts(N), batch_sampler=[[0, 4], [2, 6, 8], [10]]),
+            range(0, N, 2),
+            2,
+        ),
+        # Whose batches are the examples.
+        (DataLoader(ragged_batches(batch_size=1), batch_size=None), range(8), 3),
+    ],
+)
+def test_each_example_that_a_loader_gives_is_trained_on_or_held_out(
+    given, places, n_held_out
+):
     la = fitted()
-    groups = Examples.of_loader(given).groups(la)
-    part, rest, _ = divide(given, data.share, groups)
-    places = sorted([*part.indices, *rest.indices])
-    assert places == list(data.places)
-    assert len(rest) == data.n_held_out
-    # A copy of the sampler was asked.
-    n_calls = getattr(given.sampler, "calls", 0)
-    assert n_calls == 0
     train = Training()
-    choose = SecondTraining(train=train, train_loader=given, held_out=data.share)
+    choose = SecondTraining(train=train, train_loader=given, held_out=0.4)
     choose(la)
-    assert list(train.seen.indices) == list(part.indices)
-
-
-def test_numbers_to_start_from_are_multiplied_as_a_whole():
-    la = fitted()
-    base = torch.linspace(0.5, 2, 8).double()
-    history = la.optimize_prior_precision(
-        method="second_training",
-        train=Training(),
-        train_loader=loader(),
-        init_prior_prec=base,
-    )
-    factors = history.prior_precision.double() / base
-    assert_close(factors, factors[:, :1].expand(-1, 8))
-    expected = torch.logspace(-4, 4, 100).double()
-    assert_close(factors[:-1, 0], expected, rtol=1e-5, atol=0)
+    groups = Examples.of_loader(given).groups(la)
+    rest, held, _ = divide(given, 0.4, groups)
+    assert sorted([*rest.indices, *held.indices]) == list(places)
+    assert len(held) == n_held_out
+    assert list(train.seen.indices) == list(rest.indices)

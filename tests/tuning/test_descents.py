@@ -1,0 +1,230 @@
+"""Descents: on the evidence at the trained weights, and on validation data's loss."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import nll_loss
+from torch.testing import assert_close
+
+from laplace_lora_ext import TuningHistory, ValGD
+from laplace_lora_ext.predictive.links import log_probabilities
+from tests.support.dense import curvature_of, evidence
+from tests.support.models import first_batch
+from tests.support.posteriors import (
+    STRUCTURES,
+    fitted,
+    generator,
+    overconfident,
+    plain_regression,
+    sizes,
+)
+
+# --- the evidence ---------------------------------------------------------------------
+
+
+def steepness(evidence: Tensor, value: Tensor) -> float:
+    """Find an evidence's steepest slope in logarithms, in nats a factor of e."""
+    # Others of its arguments may be asked about too.
+    (gradient,) = torch.autograd.grad(evidence, value, retain_graph=True)
+    return (gradient * value).abs().max().item()
+
+
+@pytest.mark.parametrize("structure", ["lowrank_kron", "kron"])
+def test_the_prior_of_a_regression_is_tuned_at_its_noise(structure):
+    la, _ = plain_regression(structure=structure)
+    before = la.log_marginal_likelihood().item()
+    la.optimize_prior_precision(n_steps=3000)
+    assert la.sigma_noise.item() == 0.5
+    prior = la.prior_precision.clone().requires_grad_()
+    noise = la.sigma_noise.clone().requires_grad_()
+    best = la.log_marginal_likelihood(prior, noise)
+    assert best.item() > before
+    assert steepness(best, prior) < 0.05
+    # The host's product of factors with a number has no derivative in it.
+    (slope,) = torch.autograd.grad(best, noise)
+    low, high = (la.log_marginal_likelihood(prior, noise + d) for d in (-1e-5, 1e-5))
+    assert slope.item() == pytest.approx((high - low).item() / 2e-5, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("prior", "tail", "dtype"),
+    [("scalar", True, torch.float64), ("layerwise", False, torch.float32)],
+)
+def test_a_search_ends_where_the_evidence_is_highest(prior, tail, dtype):
+    la = fitted(dtype=dtype, tail=tail)
+    with pytest.warns(UserWarning, match="not converged in 3 steps"):
+        la.optimize_prior_precision(prior_structure=prior, n_steps=3)
+    with warnings.catch_warnings():
+        # That it has not converged would be said.
+        warnings.simplefilter("error")
+        history = la.optimize_prior_precision(prior_structure=prior, n_steps=3000)
+    # It stops where nothing changes any more, and takes the last.
+    assert 11 < len(history.trials) < 3000
+    chosen = la.prior_precision.clone().requires_grad_()
+    assert_close(history.prior_precision[-1].to(chosen), chosen.detach())
+    highest = la.log_marginal_likelihood(chosen)
+    assert history.objective[-1].item() == pytest.approx(highest.item(), abs=1e-6)
+    assert steepness(highest, chosen) < 0.05
+    # A layerwise prior may be any scalar.
+    for point in torch.logspace(-4, 4, 81):
+        assert la.log_marginal_likelihood(point) <= highest + 1e-3
+
+
+def climbed(
+    objective: Callable[[Tensor], Tensor], n_precisions: int
+) -> tuple[Tensor, Tensor]:
+    """Take fifty steps of Adam from precisions of 1, as a user may.
+
+    Returns where they end, and the objective before each.
+    """
+    logarithms = torch.zeros(n_precisions, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.Adam([logarithms], lr=0.1, maximize=True)
+    values = []
+    for _ in range(50):
+        optimizer.zero_grad()
+        value = objective(logarithms.exp())
+        value.backward()
+        optimizer.step()
+        values.append(value.detach())
+    return logarithms.detach().exp(), torch.stack(values)
+
+
+@pytest.mark.parametrize(
+    ("structure", "prior"),
+    [*((structure, "layerwise") for structure in STRUCTURES), ("diag", "diagonal")],
+)
+def test_fifty_steps_of_a_users_own_on_the_evidence_are_those_on_a_dense_one(
+    structure, prior
+):
+    la = fitted(structure=structure)
+    # How many weights each precision is for.
+    n_weights = torch.ones(la.n_params, dtype=torch.long)
+    if prior == "layerwise":
+        n_weights = torch.tensor(sizes(la))
+    la.prior_mean = 0.1
+    H = curvature_of(la)
+
+    def of_dense(precision: Tensor) -> Tensor:
+        of_weights = precision.repeat_interleave(n_weights)
+        return evidence(H, la.log_likelihood, la.mean - 0.1, of_weights)
+
+    found = climbed(la.log_marginal_likelihood, len(n_weights))
+    expected = climbed(of_dense, len(n_weights))
+    assert_close(found, expected, rtol=1e-6, atol=1e-8)
+    # They do climb.
+    precisions, values = found
+    assert values[-1] > values[0] + 1
+    # Numbers that a user has differentiated can be set.
+    la.prior_precision = precisions
+    assert torch.isfinite(la(first_batch())).all()
+
+
+# --- the loss of validation data ------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fitted_and_texts():
+    """A posterior that is too sure, whose searches set a prior alone, and texts."""
+    return overconfident()
+
+
+def descended(la: Any, texts: Any, **options: Any) -> TuningHistory:
+    """Descend on the loss of all texts at once, so that no noise hides anything."""
+    return ValGD(val_loader=texts, batch_size=24, **options)(la)
+
+
+def test_a_layerwise_prior_beats_the_best_scalar(fitted_and_texts):
+    la, texts = fitted_and_texts
+    n_blocks = len(la.blocks)
+    scalar = descended(la, texts, n_steps=300)
+    layerwise = descended(la, texts, n_steps=300, prior_structure="layerwise")
+    assert len(la.prior_precision) == n_blocks
+    assert layerwise.objective.min() < scalar.objective.min()
+    # It is measured before the first step, and twenty times along the way.
+    assert layerwise.prior_precision.shape == (21, n_blocks)
+    start = torch.full((n_blocks,), 2.0)
+    history = descended(la, texts, init_prior_prec=start, n_steps=1)
+    assert_close(history.prior_precision[0].to(start), start)
+
+
+def test_steps_become_shorter_along_half_a_cosine(fitted_and_texts):
+    history = descended(*fitted_and_texts, n_steps=20, init_prior_prec=1e4)
+    logs = history.prior_precision[:, 0].log()
+    # So far from the best, Adam's steps have the same sign.
+    expected = 0.05 * (1 + torch.cos(torch.pi * torch.arange(20) / 20)).double()
+    assert_close(-logs.diff(), expected, rtol=0.1, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("link", "n_samples", "close"),
+    [("probit", 1, 1e-6), ("mean_field", 1, 1e-6), ("mc", 100_000, 0.005)],
+)
+def test_the_history_is_the_loss_of_the_predictions(validation, link, n_samples, close):
+    la = fitted(prior_precision=0.03)
+    statistics = la.predictive_statistics(validation, dtype=torch.float64)
+    options = {"link_approx": link, "n_samples": n_samples}
+    draws = generator(1)
+    predicted = la(statistics.moments(0.03), generator=draws, **options)
+    of_targets = predicted.gather(1, statistics.targets[:, None])
+    expected = -of_targets.log().mean().item()
+    search = ValGD(val_loader=statistics, n_steps=1, init_prior_prec=0.03, **options)
+    assert search(la).objective[0].item() == pytest.approx(expected, rel=close)
+
+
+@pytest.mark.parametrize(
+    ("link", "options", "close"),
+    [
+        # Whole batches have no noise but that of the draws, which takes more steps.
+        ("mean_field", {"n_steps": 300, "batch_size": 24}, 1e-3),
+        ("mc", {"n_steps": 1000}, 0.01),
+    ],
+)
+def test_it_finds_the_best_scalar(link, options, close):
+    la, validation = overconfident(dtype=torch.float32)
+    statistics = la.predictive_statistics(validation)
+
+    def measure(point: Any) -> float:
+        moments = statistics.moments(point)
+        log_p = log_probabilities(moments, link, 5_000, generator())
+        return nll_loss(log_p, statistics.targets).item()
+
+    best = min(measure(point) for point in torch.logspace(-3, 3, 31))
+    start = 100.0
+    history = la.optimize_prior_precision(
+        method="val_gd",
+        val_loader=validation,
+        link_approx=link,
+        init_prior_prec=start,
+        generator=generator(),
+        **options,
+    )
+    chosen = measure(la.prior_precision)
+    assert chosen <= best + close
+    # Where it started, there was something to find.
+    assert measure(start) > best + 0.02
+    # Draws of "mc" are others than those above.
+    if link != "mc":
+        assert history.objective.min().item() == pytest.approx(chosen, rel=1e-5)
+
+
+def test_steps_that_are_far_too_long_leave_numbers_of_which_it_takes_the_best(
+    fitted_and_texts,
+):
+    la, texts = fitted_and_texts
+    search = ValGD(val_loader=texts, link_approx="probit", n_steps=45, lr=200.0)
+    history = search(la)
+    # Before the first step, every second one, and after the last.
+    assert len(history.trials) == 24
+    # There is no going farther.
+    limits = torch.finfo(torch.float32)
+    low, high = (value.item() for value in history.prior_precision.aminmax())
+    assert limits.tiny * 0.999 < low
+    assert high < limits.max * 1.001
+    assert low < limits.tiny * 1.001 or high > limits.max * 0.999
+    best = history.objective.argmin()
+    assert best < len(history.trials) - 1
+    assert_close(la.prior_precision, history.prior_precision[best])
