@@ -1,10 +1,10 @@
-"""The one fine-tuning: LoRA layers in a task's model, and checkpoints."""
+"""The one fine-tuning: LoRA layers in a task's model, checkpoints, held-out texts."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -16,6 +16,7 @@ from benchmarks.models import (
     AdaptedModel,
     LogitsModel,
     device_of,
+    find_weights,
     load_model,
     load_tokenizer,
 )
@@ -23,6 +24,7 @@ from benchmarks.options import SeveralSeeds
 from benchmarks.tasks import TASKS
 from benchmarks.tasks.task import Example, Task
 from benchmarks.training import (
+    MAXIMUM_LIKELIHOOD,
     Checkpoints,
     Hyperparameters,
     Recipe,
@@ -32,6 +34,7 @@ from benchmarks.training import (
     train,
 )
 from laplace_lora_ext import DataCollatorForChoices
+from laplace_lora_ext.processes.shards import divide
 
 MEMBER_SEEDS = 1000  # from one member of an ensemble to the next
 # Texts in a batch of predictions: an accelerator takes many for the time of a few.
@@ -41,6 +44,10 @@ PREDICTION_BATCH_SIZE_ON_ACCELERATOR = 16
 OVERRIDES = ("steps", "learning_rate", "batch_size", "maximum_length", "checkpoints")
 TRAIN = "train"
 TEST = "test"
+HELD = "held-out texts"
+# The same for every method, ours and rivals, that wants labels to choose by.
+HELD_OUT = 0.2
+NO_CLASS = -1  # label of a text for which no class is right
 
 
 @dataclass(frozen=True)
@@ -205,13 +212,12 @@ class Pretrained:
         records: Records,
         settings: Hyperparameters,
         seed: int,
-        recipe: Recipe | None = None,
+        recipe: Recipe = MAXIMUM_LIKELIHOOD,
     ) -> Checkpoints:
         """Train by maximum likelihood, or read an earlier, equal training."""
-        followed = recipe or Recipe()
 
         def loss_of(batch: Any) -> Tensor:
-            return followed.loss(model, batch, batch["labels"])
+            return recipe.loss(model, batch, batch["labels"])
 
         def trained() -> Checkpoints:
             return train(
@@ -220,13 +226,31 @@ class Pretrained:
                 loss_of,
                 settings,
                 show_progress=not self.options.quiet,
-                recipe=followed,
+                recipe=recipe,
             )
 
-        key = [asdict(settings), records, seed]
-        if recipe is not None:
-            key.append(recipe.name)
+        key = [asdict(settings), records, seed, recipe.name]
         return read_or_train(model.model, key, self.options.cache, trained)
+
+
+class Split(NamedTuple):
+    """Training texts: those that are trained on, and those that are held out."""
+
+    rest: Records
+    held: Records
+
+
+def held_out(pretrained: Pretrained) -> Split:
+    """Hold out a fifth of each class, so that none is missing where there are few."""
+    records = pretrained.data[TRAIN]
+    batches = pretrained.loader(records)
+    division = divide(batches, HELD_OUT, labels_of(records))
+    return Split(list(division.rest), list(division.held))
+
+
+def labels_of(records: Records) -> Tensor:
+    """Collect the labels `(texts,)` of records, `NO_CLASS` where they have none."""
+    return torch.tensor([record.get("labels", NO_CLASS) for record in records])
 
 
 def _length(record: dict[str, Any]) -> int:
@@ -244,8 +268,8 @@ def prepare(options: SeveralSeeds, seed: int) -> Pretrained:
         )
     source = TASKS[options.task]
     task = source.read(options, seed)
-    folder = source.model(options)
     settings: Hyperparameters = source.hyperparameters
+    folder = find_weights(settings.model, options)
     if isinstance(folder, str):  # its name on the hub, or the folder that was asked for
         settings = replace(settings, model=folder)
     return Pretrained(
@@ -261,7 +285,7 @@ def with_lora(
     base: Any,
     settings: Hyperparameters,
     task_type: TaskType,
-    recipe: Recipe | None = None,
+    recipe: Recipe = MAXIMUM_LIKELIHOOD,
 ) -> Any:
     """Add LoRA layers to a model, ready for training."""
     lora = LoraConfig(
@@ -271,11 +295,12 @@ def with_lora(
         lora_dropout=settings.dropout,
         target_modules=list(settings.target_modules),
     )
-    followed = recipe or Recipe()
-    return get_peft_model(base, followed.adapters(lora))
+    return get_peft_model(base, recipe.adapters(lora))
 
 
-def untrained(pretrained: Pretrained, seed: int, recipe: Recipe | None = None) -> Any:
+def untrained(
+    pretrained: Pretrained, seed: int, recipe: Recipe = MAXIMUM_LIKELIHOOD
+) -> Any:
     """Load the pretrained model with new LoRA layers."""
     # LoRA's first weights are drawn, and those of a new head.
     transformers.set_seed(seed)
@@ -285,7 +310,10 @@ def untrained(pretrained: Pretrained, seed: int, recipe: Recipe | None = None) -
 
 
 def fine_tune(
-    pretrained: Pretrained, records: Records, seed: int, recipe: Recipe | None = None
+    pretrained: Pretrained,
+    records: Records,
+    seed: int,
+    recipe: Recipe = MAXIMUM_LIKELIHOOD,
 ) -> AdaptedModel:
     """Fine-tune LoRA weights, and an encoder's head, by maximum likelihood."""
 
@@ -297,8 +325,7 @@ def fine_tune(
         return fine_tune(pretrained, records, seed, recipe)
 
     model = untrained(pretrained, seed, recipe)
-    if recipe is not None:
-        recipe.prepare(model)
+    recipe.prepare(model)
     adapted = AdaptedModel(
         model, pretrained.class_token_ids, another=another, retrained=retrained
     )

@@ -11,7 +11,6 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_all_start_methods, get_context
@@ -130,6 +129,7 @@ def megabytes_in_use(device: str) -> float:
     """Return the memory that this process holds on a device, after clearing up."""
     gc.collect()
     if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()
         return torch.cuda.memory_allocated() / BYTES_PER_MEGABYTE
     # Freed memory that the C library keeps would hide the next peak.
     if sys.platform == "linux":
@@ -139,19 +139,16 @@ def megabytes_in_use(device: str) -> float:
     return psutil.Process().memory_info().rss / BYTES_PER_MEGABYTE
 
 
-def limit_memory(megabytes: float | None, device: str) -> None:
-    """Make this process fail to allocate more than that, or than what is free."""
+def limit_memory(device: str) -> None:
+    """Make this process fail to allocate more than what is free."""
     if torch.device(device).type == "cuda" or sys.platform != "linux":
         return  # CUDA refuses by itself
     import resource  # Windows has no such module
 
-    if megabytes is None:
-        wanted = psutil.virtual_memory().available
-    else:
-        wanted = int(megabytes * BYTES_PER_MEGABYTE)
     # Otherwise Linux would promise more than there is, and end whatever process it
     # likes.
-    limit = psutil.Process().memory_info().vms + wanted
+    free = psutil.virtual_memory().available
+    limit = psutil.Process().memory_info().vms + free
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
@@ -242,12 +239,6 @@ def reason_of(error: BaseException) -> str:
         *_, innermost = traceback.extract_tb(error.__traceback__)
         message = innermost.line or ""
     return f"{type(error).__name__}: {textwrap.shorten(message, REASON_LENGTH)}"
-
-
-def run_alone(job: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a job in a process of its own, and return its result."""
-    with ProcessPoolExecutor(max_workers=1, mp_context=_context(job)) as pool:
-        return pool.submit(job, *arguments).result()
 
 
 def run_limited(

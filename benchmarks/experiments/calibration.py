@@ -1,24 +1,24 @@
 """Methods that need no held-out texts on models fine-tuned with several seeds."""
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
 from torch.utils.benchmark import timer
 
 from benchmarks import metrics, report
-from benchmarks.fine_tuning import TEST, TRAIN, Pretrained, fine_tune, prepare
+from benchmarks.fine_tuning import (
+    NO_CLASS,
+    TEST,
+    TRAIN,
+    Pretrained,
+    fine_tune,
+    labels_of,
+    prepare,
+)
 from benchmarks.measuring import Clock, repeated_seconds
 from benchmarks.methods import CALIBRATED, priors
-from benchmarks.methods.method import (
-    NO_CLASS,
-    Method,
-    PointMethod,
-    Posterior,
-    find_methods,
-    labels_of,
-)
+from benchmarks.methods.method import Method, PointMethod, Posterior, find_methods
 from benchmarks.methods.priors import Prediction
 from benchmarks.options import Calibration
 from benchmarks.report import Figures, Result, Row, say
@@ -63,20 +63,6 @@ def measured(
             yield list(comparison.of_posterior(method))
 
 
-@dataclass(frozen=True)
-class Costs:
-    """What a method costs; None is what was not measured."""
-
-    predict_seconds: float  # for all test texts
-    forward_passes: float  # those seconds in predictions of the bare model
-    fit_seconds: float | None = None
-    trainings: float | None = None  # steps, relative to an ordinary training's
-
-    def figures(self) -> Figures:
-        """Return what was measured."""
-        return {name: cost for name, cost in asdict(self).items() if cost is not None}
-
-
 class Comparison:
     """One seed: a fine-tuned model, for which methods are measured in turn."""
 
@@ -86,7 +72,6 @@ class Comparison:
         records = pretrained.data[TRAIN]
         self.model = fine_tune(pretrained, records, seed)
         self.train = pretrained.prediction_loader(records)
-        self.bare_seconds: float | None = None  # of MAP's predictions, the first
 
     def of_point(self, method: PointMethod) -> Row:
         """Measure a method without a posterior."""
@@ -100,14 +85,10 @@ class Comparison:
         shifted = dict(self.tests.loaders)
         del shifted[TEST]
         probabilities |= members.predict(shifted)
-        if self.bare_seconds is None:
-            self.bare_seconds = predict_seconds
-        costs = Costs(
-            predict_seconds=predict_seconds,
-            forward_passes=predict_seconds / self.bare_seconds,
-            fit_seconds=fit_seconds,
-        )
-        return self.tests.row(method, Prediction(probabilities), costs)
+        # MAP comes first.
+        self.tests.bare_seconds = self.tests.bare_seconds or predict_seconds
+        prediction = Prediction(probabilities)
+        return self.tests.row(method, prediction, predict_seconds, fit_seconds)
 
     def of_posterior(self, method: Posterior) -> Iterator[Row]:
         """Measure a posterior with each prior and link."""
@@ -122,12 +103,6 @@ class Comparison:
             return la(batch, link_approx="probit")
 
         predict_seconds = self.tests.seconds(predict)
-        assert self.bare_seconds is not None  # MAP comes first
-        costs = Costs(
-            predict_seconds=predict_seconds,
-            forward_passes=predict_seconds / self.bare_seconds,
-            fit_seconds=fit_seconds,
-        )
         predictions = priors.predictions(
             la,
             self.train if method.on_training else None,
@@ -135,11 +110,13 @@ class Comparison:
             self.tests.labels[TEST],
         )
         for prediction in predictions:
-            yield self.tests.row(method, prediction, costs)
+            yield self.tests.row(method, prediction, predict_seconds, fit_seconds)
 
 
 class Tests:
     """The texts that one seed is measured on: makes rows of predictions."""
+
+    bare_seconds: float | None = None  # of the model's own prediction of all test texts
 
     def __init__(self, pretrained: Pretrained, seed: int) -> None:
         self.seed = seed
@@ -162,8 +139,22 @@ class Tests:
         n_batches = len(self.loaders[TEST])
         return timing.minimum * n_batches / len(batches)
 
-    def row(self, method: Method, prediction: Prediction, costs: Costs) -> Row:
-        """Measure probabilities of the test texts and each shifted set."""
+    def row(
+        self,
+        method: Method,
+        prediction: Prediction,
+        predict_seconds: float | None = None,
+        fit_seconds: float | None = None,
+        trainings: float | None = None,
+    ) -> Row:
+        """Measure probabilities of the test texts and each shifted set.
+
+        `predict_seconds` are those of all test texts, and `trainings` are steps,
+        relative to an ordinary training's.
+        """
+        forward_passes = None
+        if predict_seconds is not None and self.bare_seconds is not None:
+            forward_passes = predict_seconds / self.bare_seconds
         test = prediction.probabilities[TEST]
         labels = self.labels[TEST]
         names = [name for name in self.labels if name != TEST]
@@ -177,7 +168,10 @@ class Tests:
             "link": prediction.link,
             "chosen": prediction.chosen,
             "regret": prediction.regret,
-            **costs.figures(),
+            "predict_seconds": predict_seconds,
+            "forward_passes": forward_passes,
+            "fit_seconds": fit_seconds,
+            "trainings": trainings,
             **metrics.quality_with_aurc(test, labels),
             **metrics.queue(test, labels),
             "shifted": shifted,

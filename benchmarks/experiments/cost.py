@@ -147,7 +147,7 @@ def measure(contest: Contest) -> Iterator[Message]:
     warm_up = posterior("bare").build(model)
     warm_up.fit(random_loader(shape, 1, device, options.seed, batch_size=1))
     megabytes_before = measuring.megabytes_in_use(device)
-    measuring.limit_memory(options.memory_limit, device)
+    measuring.limit_memory(device)
     yield Message("ready", None)
 
     la = posterior(contest.key).build(model)

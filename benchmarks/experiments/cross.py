@@ -10,25 +10,27 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from benchmarks.experiments.calibration import Costs, Tests, figures_of, text_of
-from benchmarks.fine_tuning import TEST, Pretrained, fine_tune, prepare
-from benchmarks.held_out import HELD, held_out
-from benchmarks.methods import CURVATURES, HEAD_ALONE, METHODS
-from benchmarks.methods.method import (
-    Loaders,
-    Method,
-    Posterior,
-    fit_temperature,
+from benchmarks.experiments.calibration import Tests, figures_of, text_of
+from benchmarks.fine_tuning import (
+    HELD,
+    TEST,
+    Pretrained,
+    fine_tune,
+    held_out,
     labels_of,
+    prepare,
 )
+from benchmarks.methods import CURVATURES, HEAD_ALONE, METHODS
+from benchmarks.methods.method import Loaders, Method, Posterior, fit_temperature
 from benchmarks.methods.posteriors import LINK
 from benchmarks.methods.priors import (
     BY_TRAINING,
     NO_PRIOR,
     Prediction,
     Prior,
+    data_of,
     geometric_mean,
-    predictor_of,
+    predicted,
 )
 from benchmarks.options import Cross
 from benchmarks.report import Result, Row, say
@@ -113,11 +115,14 @@ class Trial:
         self, la: LoRALaplace, prior_precisions: Sequence[Tensor]
     ) -> list[Prediction]:
         """Predict the held-out and the test texts with each prior precision."""
-        predicts = predictor_of(la, self.loaders, [LINK])
-        # All of them at once: a stock curvature takes passes for its predictions.
-        predicted = predicts.of_each(prior_precisions, LINK)
+        # All priors at once: a stock curvature takes passes for its predictions.
+        by_set = {
+            name: predicted(la, data, prior_precisions, LINK)
+            for name, data in data_of(la, self.loaders, [LINK]).items()
+        }
         predictions = []
-        for tried, probabilities in zip(prior_precisions, predicted, strict=True):
+        for number, tried in enumerate(prior_precisions):
+            probabilities = {name: of_set[number] for name, of_set in by_set.items()}
             chosen = geometric_mean(tried)
             predictions.append(Prediction(probabilities, link=LINK, chosen=chosen))
         return predictions
@@ -127,8 +132,7 @@ class Trial:
         measured = dict(prediction.probabilities)
         del measured[HELD]
         of_tests = replace(prediction, probabilities=measured)
-        costs = Costs(predict_seconds=0.0, forward_passes=0.0)
-        return self.tests.row(method, of_tests, costs)
+        return self.tests.row(method, of_tests)
 
 
 def _best(predictions: Sequence[Prediction], name: str, labels: Tensor) -> Prediction:

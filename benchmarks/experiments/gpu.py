@@ -1,109 +1,65 @@
 """What fits and predictions cost on one card, within a number of minutes."""
 
-import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
-from itertools import product
+from itertools import groupby, product
+from math import inf
 from typing import Any
 
 import torch
-from laplace import Laplace
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-)
+from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedConfig, Qwen2Config
 
-import laplace_lora_ext
-from benchmarks.measuring import reason_of
-from benchmarks.models import device_of
+from benchmarks.measuring import (
+    megabytes_in_use,
+    reason_of,
+    repeated_seconds,
+    time_and_memory,
+)
+from benchmarks.methods.posteriors import lowrank_kron
+from benchmarks.models import AdaptedModel, device_of
 from benchmarks.options import Gpu
-from benchmarks.random_models import switch_checkpointing
+from benchmarks.random_models import (
+    Jobs,
+    Shape,
+    random_base,
+    random_loader,
+    switch_checkpointing,
+    with_random_lora,
+)
 from benchmarks.report import Result, Row, say, table
-from benchmarks.training import as_dataset
-from laplace_lora_ext import LowRankKronLoRALaplace
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.passes.recorder import Recorder
 
-GIGABYTE = 1e9
-ANSWERS = (11, 12, 13, 14)  # tokens
-LORA_B_SCALE = 0.02
+MEGABYTES_PER_GIGABYTE = 1e3
+ANSWERS = [0, 1, 2, 3]  # tokens
 RANK = 8
+TRAINING = "training step"
 # GB of LoRA training of Llama 2 7B, and with fits of Laplace-LoRA every 1,000 steps, as
 # the paper has them in its section "Memory and runtime cost".
 PAPER = {"WinoGrande-S": (8.34, 8.43), "BoolQ": (10.48, 10.93)}
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What one call of a job takes."""
-
-    seconds: float
-    gigabytes: float | None  # at its peak; None on a CPU
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The configuration of a model that everybody knows; its weights are random."""
-
-    name: str
-    title: str
-    config: PreTrainedConfig
-
-
-def shapes_of(options: Gpu) -> list[Shape]:
-    """List the models to measure, in the order asked for."""
-    shapes = all_shapes(options.tiny)
-    if options.tiny:
-        return shapes
-    known = {shape.name: shape for shape in shapes}
-    return [known[name] for name in options.models]
-
-
-def all_shapes(tiny: bool) -> list[Shape]:
-    """Make the configurations of all models, or of a tiny one alone."""
-    common: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    if tiny:
-        small: dict[str, Any] = {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 64,
-        }
-        return [Shape("tiny", "tiny Llama", LlamaConfig(**small, **common))]
-    llama = LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        max_position_embeddings=8192,
-        **common,
-    )
-    qwen = Qwen2Config(
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        vocab_size=151936,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        **common,
-    )
-    return [Shape("llama", "Llama 3 8B", llama), Shape("qwen", "Qwen 2.5 1.5B", qwen)]
+# Models that everybody knows, by the options' names.
+SHAPES = {
+    "llama": Shape(4096, 32, 14336, heads=32, key_value_heads=8, vocabulary=128256),
+    "qwen": Shape(
+        1536,
+        28,
+        8960,
+        heads=12,
+        key_value_heads=2,
+        vocabulary=151936,
+        kind=Qwen2Config,
+        ties_embeddings=True,
+    ),
+    "tiny": Shape(32, 2, 48, key_value_heads=2, vocabulary=64),
+}
+TITLES = {"llama": "Llama 3 8B", "qwen": "Qwen 2.5 1.5B", "tiny": "tiny Llama"}
 
 
 def attentions() -> list[str]:
@@ -120,11 +76,10 @@ def run(options: Gpu) -> Iterator[Result]:
     page = Page(options, time.monotonic() + 60 * options.minutes)
     page.check_exactness()
     yield page.result()
-    for shape in shapes_of(options):
-        for setting in settings_of(options):
-            if page.is_over:
-                break
-            page.measure(shape, setting)
+    for name in ("tiny",) if options.tiny else options.models:
+        # Settings of one model stand together, of which one at a time is in memory.
+        for _, settings in groupby(settings_of(options), lambda each: each.of_model):
+            page.measure(name, list(settings))
         yield page.result()
 
 
@@ -138,12 +93,18 @@ class Setting:
     weights: str = "bfloat16"
     with_rivals: bool = False
 
+    @property
+    def of_model(self) -> tuple[str, str]:
+        """Return what settings of one model share."""
+        return self.attention, self.weights
+
 
 def settings_of(options: Gpu) -> list[Setting]:
     """List what is measured of each model, the most telling first."""
     short, long = options.lengths
     settings = [
         Setting("sdpa", short, checkpointed=False),
+        Setting("sdpa", short, checkpointed=False, with_rivals=True),
         Setting("sdpa", long, checkpointed=True),
         Setting("sdpa", long, checkpointed=False),
         Setting("sdpa", short, checkpointed=True),
@@ -158,8 +119,7 @@ def settings_of(options: Gpu) -> list[Setting]:
         for name in attentions()
         if name != "sdpa"
     ]
-    rivals = Setting("sdpa", short, checkpointed=False, with_rivals=True)
-    return [settings[0], rivals, *settings[1:]]
+    return settings
 
 
 class Page:
@@ -172,7 +132,6 @@ class Page:
         self._exact: list[Row] = []
         self._rows: list[Row] = []
         self._failures: list[str] = []
-        self._model: tuple[tuple[str, str, str], PeftModel] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -229,95 +188,75 @@ class Page:
 
     # --- costs ------------------------------------------------------------------------
 
-    def measure(self, shape: Shape, setting: Setting) -> None:
-        """Add a model's rows in one setting, with as many texts as fit."""
-        with self._reporting(f"{shape.title}, {setting}"):
-            model = self._model_of(shape, setting)
-            switch_checkpointing(model, setting.checkpointed)
-            n_examples = self._options.examples
-            while not self._measure_jobs(shape, setting, model, n_examples):
-                n_examples //= 2
+    def measure(self, name: str, settings: Sequence[Setting]) -> None:
+        """Add a model's rows in some settings, with as many texts as fit."""
+        if self.is_over:
+            return
+        attention, weights = settings[0].of_model
+        shape = SHAPES[name]
+        with self._reporting(f"{TITLES[name]}, {attention}, {weights}"):
+            adapted = random_model(
+                shape.config,
+                attention,
+                self._options.dtype,
+                self._device,
+                shape.target_modules,
+                in_4_bits=weights == "4 bits",
+            )
+            for setting in settings:
+                switch_checkpointing(adapted.model, setting.checkpointed)
+                texts = replace(
+                    shape, length=setting.length, batch_size=self._options.examples
+                )
+                while not self._measure_jobs(TITLES[name], setting, adapted, texts):
+                    texts = replace(texts, batch_size=texts.batch_size // 2)
 
     def _measure_jobs(
-        self, shape: Shape, setting: Setting, model: PeftModel, n_examples: int
+        self, title: str, setting: Setting, adapted: AdaptedModel, texts: Shape
     ) -> bool:
         """Measure each job; return whether a step of training had room in memory."""
         place: Row = {
-            "model": shape.title,
+            "model": title,
             "weights": setting.weights,
             "attention": setting.attention,
-            "tokens": setting.length,
-            "texts": n_examples,
+            "tokens": texts.length,
+            "texts": texts.batch_size,
             "checkpointed": "yes" if setting.checkpointed else "no",
         }
-        batches = random_batches(
-            n_examples,
-            self._options.batches,
-            setting.length,
-            shape.config.vocab_size,
-            self._device,
-        )
-        jobs = Jobs(model, batches)
-        names = Jobs.RIVALS if setting.with_rivals else Jobs.OURS
-        for name in names:
+        loader = random_loader(texts, self._options.batches, self._device, seed=0)
+        jobs = Jobs(adapted, loader, next(iter(loader)))
+        listed = rivals_of(jobs) if setting.with_rivals else jobs_of(jobs)
+        for name, job in listed.items():
             # Within a setting too: a job of a large model may take a minute.
             if self.is_over:
                 break
             where = [str(value) for value in place.values()]
             with self._reporting(", ".join([*where, name])):
                 try:
-                    figures = self._cost(lambda name=name: jobs.run(name))
+                    seconds, gigabytes = self._cost(job)
                 except torch.cuda.OutOfMemoryError:
                     # Fewer texts are tried until they can be trained on. Another job
                     # that these leave no room for has failed.
-                    if name == "training step" and n_examples > 1:
+                    if name == TRAINING and texts.batch_size > 1:
                         return False
                     raise
-                row = {
-                    **place,
-                    "job": name,
-                    "seconds": figures.seconds / jobs.texts(name),
-                }
-                self._rows.append({**row, "gigabytes": figures.gigabytes})
+                seconds /= n_texts(name, texts.batch_size, len(loader))
+                row = {**place, "job": name, "seconds": seconds}
+                self._rows.append({**row, "gigabytes": gigabytes})
                 say(self._options, *self._rows[-1].values())
         return True
 
-    def _cost(self, job: Callable[[], object]) -> Cost:
-        """Time the second call of a job, and take the peak of both.
+    def _cost(self, job: Callable[[], object]) -> tuple[float, float | None]:
+        """Time the second call of a job; of the first take the peak, on a card.
 
-        What is loaded and chosen during the first one counts for no job.
+        What is loaded and chosen during the first one counts for no time.
         """
-        on_cuda = torch.device(self._device).type == "cuda"
-        gc.collect()
-        if on_cuda:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        job()
-        started = self._now()
-        job()
-        seconds = self._now() - started
-        peak = torch.cuda.max_memory_allocated() / GIGABYTE if on_cuda else None
-        return Cost(seconds, peak)
-
-    def _now(self) -> float:
-        if torch.device(self._device).type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def _model_of(self, shape: Shape, setting: Setting) -> PeftModel:
-        wanted = shape.title, setting.attention, setting.weights
-        if self._model is None or self._model[0] != wanted:
-            self._model = None  # before the next one is made
-            gc.collect()
-            model = random_model(
-                shape.config,
-                setting.attention,
-                self._options.dtype,
-                self._device,
-                in_4_bits=setting.weights == "4 bits",
-            )
-            self._model = wanted, model
-        return self._model[1]
+        if torch.device(self._device).type != "cuda":
+            return repeated_seconds(job, repetitions=1).minimum, None
+        before = megabytes_in_use(self._device)
+        figures = time_and_memory(job, self._device, repetitions=1, limit=inf)
+        gigabytes = (before + figures["peak_megabytes"]) / MEGABYTES_PER_GIGABYTE
+        return figures["median"], gigabytes
 
     @contextmanager
     def _reporting(self, what: str) -> Iterator[None]:
@@ -329,103 +268,56 @@ class Page:
             say(self._options, self._failures[-1])
 
 
-class Jobs:
-    """What is measured of one model, each on the same batches."""
+def jobs_of(jobs: Jobs) -> dict[str, Callable[[], object]]:
+    """Name what is measured of every model; jobs after a fit need it done."""
+    return {
+        TRAINING: jobs.train,
+        "fit": jobs.fit,
+        "exact prediction": jobs.predict,
+        "agreement": jobs.agree,
+        "amortize": jobs.amortize,
+        "amortized prediction": jobs.predict_by_learnt,
+        "student's step": jobs.teach,
+    }
 
-    OURS = (
-        "training step",
-        "fit",
-        "exact prediction",
-        "agreement",
-        "amortize",
-        "amortized prediction",
-        "student's step",
+
+def rivals_of(jobs: Jobs) -> dict[str, Callable[[], object]]:
+    """Name what is measured of the host's own classes."""
+    return {
+        "stock diag, fit": partial(jobs.fit_stock, "diag"),
+        "stock Kron, fit": partial(jobs.fit_stock, "kron"),
+    }
+
+
+def n_texts(job: str, batch_size: int, n_batches: int) -> int:
+    """Tell by how many texts a job's seconds are divided."""
+    if "step" in job:
+        return 1
+    return batch_size if "prediction" in job else batch_size * n_batches
+
+
+def random_model(
+    config: PreTrainedConfig,
+    attention: str,
+    dtype: str,
+    device: str,
+    target_modules: Sequence[str],
+    in_4_bits: bool = False,
+) -> AdaptedModel:
+    """Make a model with random weights on the device, LoRA's among them."""
+    base = random_base(
+        AutoModelForCausalLM, config, dtype, device, 0, attn_implementation=attention
     )
-    RIVALS = ("stock diag, fit", "stock Kron, fit")
-
-    def __init__(self, model: PeftModel, batches: list[dict[str, Tensor]]) -> None:
-        self._model = model
-        self._batches = batches
-        self._inputs = {
-            key: value for key, value in batches[0].items() if key != "labels"
-        }
-        self._weights = [
-            weight for name, weight in model.named_parameters() if ".lora_" in name
-        ]
-        self._fitted: LowRankKronLoRALaplace | None = None
-
-    @property
-    def _la(self) -> LowRankKronLoRALaplace:
-        """Return the posterior that the job "fit" has left."""
-        assert self._fitted is not None
-        return self._fitted
-
-    def texts(self, name: str) -> int:
-        """Tell how many texts a job handles."""
-        size = len(self._inputs["input_ids"])
-        if "step" in name:
-            return 1
-        return size if "prediction" in name else size * len(self._batches)
-
-    def run(self, name: str) -> None:
-        """Do a job; those after a fit need it done."""
-        if name == "training step":
-            self._train()
-        elif name == "fit":
-            self._fitted = laplace_lora_ext.Laplace(
-                self._model, "classification", class_token_ids=list(ANSWERS)
-            )
-            self._fitted.fit(self._batches)
-        elif name == "exact prediction":
-            self._la(self._inputs, link_approx="mean_field")
-        elif name == "agreement":
-            self._la.optimize_prior_precision(
-                method="agreement", train_loader=self._batches
-            )
-        elif name == "amortize":
-            self._la.amortize(self._batches, unlabelled=None)
-        elif name == "amortized prediction":
-            self._la(self._inputs, pred_type="amortized", link_approx="mean_field")
-        elif name == "student's step":
-            self._teach()
-        else:
-            self._fit_stock("diag" if "diag" in name else "kron")
-
-    def _train(self) -> None:
-        self._model.train()
-        # At a rate of 0 all jobs meet the same weights.
-        optimizer = torch.optim.AdamW(self._weights, lr=0.0)
-        logits = LogitsModel(self._model, ANSWERS)(self._batches[0])
-        nn.functional.cross_entropy(logits, self._batches[0]["labels"]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        self._model.eval()
-
-    def _teach(self) -> None:
-        """Take a step on the posterior's probabilities, as `distill` does."""
-        with torch.no_grad():
-            targets = self._la(
-                self._inputs, pred_type="amortized", link_approx="mean_field"
-            )
-        assert isinstance(targets, Tensor)
-        self._model.train()
-        optimizer = torch.optim.AdamW(self._weights, lr=0.0)
-        log_p = LogitsModel(self._model, ANSWERS).log_probs(self._inputs)
-        # The answers come first, and then what is left to all other tokens.
-        of_answers = log_p[:, : len(ANSWERS)]
-        divergence = nn.functional.kl_div(
-            of_answers, targets.to(of_answers), reduction="batchmean"
-        )
-        divergence.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        self._model.eval()
-
-    def _fit_stock(self, structure: str) -> None:
-        wrapped = LogitsModel(self._model, ANSWERS)
-        la = Laplace(wrapped, "classification", "all", structure)
-        # Each element is a batch already.
-        la.fit(DataLoader(as_dataset(self._batches), batch_size=None))
+    if in_4_bits:
+        quantize(base)
+    model = with_random_lora(
+        base,
+        "CAUSAL_LM",
+        target_modules,
+        RANK,
+        autocast_adapter_dtype=dtype != "float64",
+    )
+    return AdaptedModel(model, ANSWERS)
 
 
 def exactness(
@@ -433,8 +325,6 @@ def exactness(
 ) -> dict[str, float]:
     """Find the largest relative difference from row-by-row autograd."""
     # RMSNorm of Llama casts to float32: GPT-2 computes in the precision of its weights.
-    from transformers import GPT2Config
-
     config = GPT2Config(
         n_embd=32,
         n_layer=2,
@@ -444,7 +334,8 @@ def exactness(
         bos_token_id=0,
         eos_token_id=0,
     )
-    model = random_model(config, attention, dtype, device, ["c_attn", "c_proj"])
+    adapted = random_model(config, attention, dtype, device, ["c_attn", "c_proj"])
+    model = adapted.model
     switch_checkpointing(model, checkpointed)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(64, (3, 12), generator=generator)
@@ -452,19 +343,14 @@ def exactness(
     # Padded on the left, as prompts are.
     mask[0, :4] = 0
     batch = {"input_ids": tokens.to(device), "attention_mask": mask.to(device)}
-    wrapped = LogitsModel(model, ANSWERS)
+    wrapped = adapted.logits_model
     blocks = find_blocks(model)
     Js, _ = Recorder(wrapped, blocks).jacobians(batch)
     expected = by_rows(wrapped, [block.weight for block in blocks], batch)
     figures = {"jacobians": relative(Js, expected)}
 
-    la = laplace_lora_ext.Laplace(
-        model,
-        "classification",
-        class_token_ids=list(ANSWERS),
-        # More than any factor has: nothing is left out.
-        backend_kwargs={"rank": 1000},
-    )
+    # The rank is more than any factor has: nothing is left out.
+    la = lowrank_kron(adapted, backend_kwargs={"rank": 1000})
     labels = torch.tensor([0, 1, 2], device=device)
     la.fit([{**batch, "labels": labels}])
     _, f_var = la.predictive_moments(batch)
@@ -503,34 +389,6 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return (largest_difference / expected.abs().max()).item()
 
 
-def random_model(
-    config: PreTrainedConfig,
-    attention: str,
-    dtype: str,
-    device: str,
-    target_modules: Sequence[str] = ("q_proj", "v_proj"),
-    in_4_bits: bool = False,
-) -> PeftModel:
-    """Make a model with random weights on the device, LoRA's among them."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        base = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, dtype), attn_implementation=attention
-        )
-    if in_4_bits:
-        quantize(base)
-    lora = LoraConfig(
-        task_type="CAUSAL_LM", r=RANK, target_modules=list(target_modules)
-    )
-    model = get_peft_model(base, lora, autocast_adapter_dtype=dtype != "float64")
-    # PEFT starts lora_B at zero, where the curvature of lora_A is zero too.
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=LORA_B_SCALE)
-    model.config.use_cache = False
-    return model.eval()
-
-
 def quantize(model: nn.Module) -> None:
     """Quantize linear layers to NF4, except the output layer."""
     from bitsandbytes.nn.modules import Linear4bit, Params4bit
@@ -559,25 +417,3 @@ def quantize(model: nn.Module) -> None:
         quantized.weight = weight.to(layer.weight.device)  # quantizes on the way
         quantized.bias = layer.bias
         setattr(model.get_submodule(parent), own_name, quantized)
-
-
-def random_batches(
-    n_examples: int, n_batches: int, length: int, vocabulary: int, device: str
-) -> list[dict[str, Tensor]]:
-    """Make batches of random tokens on the device, all of one length."""
-    # On the CPU: the same tokens for every device.
-    generator = torch.Generator().manual_seed(0)
-    shape = (n_examples, length)
-    batches = []
-    for _ in range(n_batches):
-        # From 1 on: 0 is padding.
-        tokens = torch.randint(1, vocabulary, shape, generator=generator)
-        labels = torch.randint(len(ANSWERS), (n_examples,), generator=generator)
-        batches.append(
-            {
-                "input_ids": tokens.to(device),
-                "attention_mask": torch.ones_like(tokens, device=device),
-                "labels": labels.to(device),
-            }
-        )
-    return batches

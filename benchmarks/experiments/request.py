@@ -2,30 +2,29 @@
 
 import statistics
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from transformers import (
-    AutoModelForSequenceClassification,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    PreTrainedModel,
-)
+from transformers import AutoModelForSequenceClassification
 
 from benchmarks.measuring import processor_clock, seconds_of
-from benchmarks.methods.posteriors import LINK, lowrank_kron
+from benchmarks.methods.posteriors import LINK
 from benchmarks.models import AdaptedModel, device_of, encoder_folder
 from benchmarks.options import Request
-from benchmarks.random_models import LORA_B_SCALE
+from benchmarks.random_models import (
+    Jobs,
+    Shape,
+    random_classifier,
+    random_loader,
+    with_random_lora,
+)
 from benchmarks.report import Result, Row, say, table
 from laplace_lora_ext import LowRankKronLoRALaplace
-from laplace_lora_ext.models.adapters import find_peft_model
 from laplace_lora_ext.predictive.moments import Contrasts
 
 BARE = "the model's own forward pass"
@@ -37,52 +36,40 @@ DRAWS = 10
 WARM_UP = 5
 FITS = 10  # and as many epochs
 
-Batch = Mapping[str, Tensor]
-
 
 def run(options: Request) -> Iterator[Result]:
     """Measure each model."""
     rows: list[Row] = []
     device = device_of(options.device)
-    for name, model in models(options, device):
+    for name, shape, adapted in models(options, device):
         say(options, name)
-        rows += [{"model": name, **row} for row in measured(model, options, device)]
+        of_model = measured(adapted, shape, options, device)
+        rows += [{"model": name, **row} for row in of_model]
     yield {"rows": rows}, text_of(rows, options)
 
 
-def models(options: Request, device: str) -> Iterator[tuple[str, AdaptedModel]]:
+def models(options: Request, device: str) -> Iterator[tuple[str, Shape, AdaptedModel]]:
     """Yield the encoder with each number of classes, and a thin, deep Llama."""
+    thin = Shape(
+        hidden_size=WIDTH,
+        layers=LAYERS,
+        intermediate_size=2 * WIDTH,
+        heads=2,
+        target_modules="all-linear",
+        classes=min(options.classes),
+        batch_size=options.texts,
+        length=options.length,
+    )
     torch.manual_seed(options.seed)
     for classes in options.classes:
         base = AutoModelForSequenceClassification.from_pretrained(
             encoder_folder(), num_labels=classes
         )
-        adapted = _with_lora(base, ["query", "value"], device)
-        yield f"MiniLM, {classes} classes", adapted
-    config = LlamaConfig(
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        vocab_size=1000,
-        pad_token_id=0,
-    )
-    config.num_labels = min(options.classes)
-    base = LlamaForSequenceClassification(config)
-    yield f"{LAYERS} layers of width {WIDTH}", _with_lora(base, "all-linear", device)
-
-
-def _with_lora(
-    base: PreTrainedModel, target_modules: list[str] | str, device: str
-) -> AdaptedModel:
-    """Add random LoRA, whose price is that of trained one."""
-    lora = LoraConfig(task_type="SEQ_CLS", r=8, target_modules=target_modules)
-    model = get_peft_model(base, lora)
-    assert isinstance(model, PeftModel)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=LORA_B_SCALE)
-    return AdaptedModel(model.eval().to(device))
+        model = with_random_lora(base.to(device), "SEQ_CLS", ["query", "value"], 8)
+        texts = replace(thin, vocabulary=base.config.vocab_size, classes=classes)
+        yield f"MiniLM, {classes} classes", texts, AdaptedModel(model)
+    adapted = random_classifier(thin, device, options.seed)
+    yield f"{LAYERS} layers of width {WIDTH}", thin, adapted
 
 
 @dataclass(frozen=True)
@@ -90,9 +77,8 @@ class Requests:
     """One text, and the ways to predict it."""
 
     la: LowRankKronLoRALaplace
-    without_variance: LowRankKronLoRALaplace
     model: nn.Module
-    text: Batch
+    text: dict[str, Tensor]
 
     def forward(self) -> Any:
         """Run the model alone."""
@@ -124,7 +110,13 @@ class Requests:
 
     def scaled(self) -> Any:
         """Predict without variance, as a temperature does."""
-        return self.without_variance(self.text, link_approx=LINK)
+        return self._without_variance(self.text, link_approx=LINK)
+
+    @cached_property
+    def _without_variance(self) -> LowRankKronLoRALaplace:
+        la = copy(self.la)
+        la.prior_precision = la.prior_precision.new_full((1,), NO_VARIANCE)
+        return la
 
     def drawn(self) -> Any:
         """Predict by draws of the weights."""
@@ -138,34 +130,23 @@ def _anchored(_: nn.Module, __: Any, output: Tensor) -> Tensor:
     return output + _ANCHOR.to(output)
 
 
-def _fitted(
-    model: AdaptedModel, batch: Batch, prior_precision: float
-) -> LowRankKronLoRALaplace:
-    la = lowrank_kron(model)
+def measured(
+    adapted: AdaptedModel, shape: Shape, options: Request, device: str
+) -> list[Row]:
+    """Fit to a few random texts; measure medians of requests, and of trainings."""
+    (batch,) = loader = random_loader(shape, 1, device, options.seed)
+    jobs = Jobs(adapted, loader, batch)
     with warnings.catch_warnings():
         # Labels are as random as weights.
         warnings.filterwarnings("ignore", "The trained model is no better")
-        la.fit([batch])
-    la.prior_precision = prior_precision
-    return la
+        return _measured(jobs, options, processor_clock(device))
 
 
-def measured(model: AdaptedModel, options: Request, device: str) -> list[Row]:
-    """Fit to a few random texts; measure medians of requests, and of trainings."""
-    base = model.model
-    config: Any = find_peft_model(base).get_base_model().config
-    generator = torch.Generator().manual_seed(options.seed)
-    shape = (options.texts, options.length)
-    batch = {
-        "input_ids": torch.randint(5, config.vocab_size, shape, generator=generator),
-        "attention_mask": torch.ones(shape, dtype=torch.long),
-        "labels": torch.arange(options.texts) % config.num_labels,
-    }
-    batch = {name: values.to(device) for name, values in batch.items()}
-    text = {name: rows[:1] for name, rows in batch.items() if name != "labels"}
-    la = _fitted(model, batch, 1.0)
-    la.amortize([batch])
-    requests = Requests(la, _fitted(model, batch, NO_VARIANCE), base, text)
+def _measured(jobs: Jobs, options: Request, clock: Callable[[], float]) -> list[Row]:
+    jobs.fit()
+    jobs.amortize()
+    text = {name: values[:1] for name, values in jobs.inputs.items()}
+    requests = Requests(jobs.la, jobs.adapted.model, text)
     kinds: dict[str, Callable[[], Any]] = {
         BARE: requests.forward,
         "passes of an exact prediction": requests.passes,
@@ -174,7 +155,6 @@ def measured(model: AdaptedModel, options: Request, device: str) -> list[Row]:
         "without variance": requests.scaled,
         f"{DRAWS} draws of the weights": requests.drawn,
     }
-    clock = processor_clock(device)
     rows: list[Row] = []
     for kind, request in kinds.items():
         # In turn with the model itself: what ran before is the same in each kind.
@@ -184,34 +164,14 @@ def measured(model: AdaptedModel, options: Request, device: str) -> list[Row]:
         ]
         forward, taken = map(statistics.median, zip(*seconds[WARM_UP:], strict=True))
         rows.append({"request": kind, "ms": 1000 * taken, "forwards": taken / forward})
-    training: dict[str, list[float]] = {EPOCH: [], FIT: []}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The trained model is no better")
-        for _ in range(FITS):
-            training[EPOCH].append(_train(base, batch, clock))
-            training[FIT].append(seconds_of(partial(la.fit, [batch]), clock))
-    epoch, fit = map(statistics.median, training.values())
+    seconds = [
+        (seconds_of(jobs.train, clock), seconds_of(jobs.fit, clock))
+        for _ in range(FITS)
+    ]
+    epoch, fit = map(statistics.median, zip(*seconds, strict=True))
     rows.append({"request": EPOCH, "ms": 1000 * epoch, "epochs": 1.0})
     rows.append({"request": FIT, "ms": 1000 * fit, "epochs": fit / epoch})
     return rows
-
-
-def _train(model: nn.Module, batch: Batch, clock: Callable[[], float]) -> float:
-    """Measure the seconds of a training step, which leaves the weights as they are."""
-    texts = {name: values for name, values in batch.items() if name != "labels"}
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0)
-
-    def step() -> None:
-        logits = model(**texts).logits
-        cross_entropy(logits, batch["labels"]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    model.train()
-    taken = seconds_of(step, clock)
-    model.eval()
-    return taken
 
 
 def text_of(rows: list[Row], options: Request) -> list[str]:

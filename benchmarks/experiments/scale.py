@@ -5,26 +5,25 @@ import statistics
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import laplace_lora_ext
 from benchmarks import measuring, report
 from benchmarks.measuring import Message
 from benchmarks.methods import posterior
-from benchmarks.methods.posteriors import lowrank_kron
 from benchmarks.models import device_of
 from benchmarks.options import Scale
 from benchmarks.random_models import (
     MEANING,
+    Jobs,
     Shape,
     random_classifier,
     random_llama,
@@ -39,6 +38,7 @@ BATCHES_OF_PROCESSES = 4  # times those of other fits, to have some for each pro
 CLASSES_OF_OTHERS = 4  # where other sizes vary
 LENGTH_OF_OTHERS = 64
 FORWARD = "forward pass"
+OF_ALL = ("fit", "search", "learning variances")  # take all batches, others one
 TRAINING = "training step"
 
 
@@ -106,8 +106,8 @@ def _by_classes(shape: Shape, options: Scale, device: str) -> list[Row]:
     rows: list[Row] = []
     for size in options.classes:
         report.say(options, size, "classes")
-        setting = Setting(replace(shape, classes=size), False, options, device)
-        of_size = _measured(jobs_of_classes, setting)
+        with_classes = replace(shape, classes=size)
+        of_size = _measured(jobs_of_classes, options, device, with_classes)
         seconds = _figure_of(of_size, FORWARD, "seconds")
         for row in of_size:
             row["forward_passes"] = _ratio(row["seconds"], seconds)
@@ -121,10 +121,8 @@ def _by_length(shape: Shape, options: Scale, device: str) -> list[Row]:
     for size in options.lengths:
         for is_checkpointed in (False, True):
             report.say(options, size, "tokens, checkpointed:", is_checkpointed)
-            setting = Setting(
-                replace(shape, length=size), is_checkpointed, options, device
-            )
-            of_size = _measured(jobs_of_length, setting)
+            long = replace(shape, length=size)
+            of_size = _measured(jobs_of_length, options, device, long, is_checkpointed)
             megabytes = _figure_of(of_size, TRAINING, "megabytes")
             for row in of_size:
                 row["name"] += ", checkpointed" if is_checkpointed else ""
@@ -157,21 +155,12 @@ def _by_name(rows: Sequence[Row]) -> list[Row]:
     return [row for of_name in by_name.values() for row in of_name]
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A model and its batches, to be measured in a process of its own."""
-
-    shape: Shape
-    is_checkpointed: bool
-    options: Scale
-    device: str
-
-
 def _measured(
-    jobs: Callable[[Setting], Iterator[Message]], setting: Setting
+    jobs: Callable[..., Iterator[Message]], options: Scale, *setting: Any
 ) -> list[Row]:
     """Measure jobs in a process of its own, whose memory is untouched."""
-    messages, reason = measuring.run_limited(jobs, (setting,), setting.options.limit)
+    arguments = (options, *setting)
+    messages, reason = measuring.run_limited(jobs, arguments, options.limit)
     if reason is not None:
         # There are some rows less, and the reason is shown.
         print(reason, file=sys.stderr)
@@ -185,103 +174,62 @@ def quiet(options: Scale) -> None:
     warnings.filterwarnings("ignore")
 
 
-def jobs_of_classes(setting: Setting) -> Iterator[Message]:
+def jobs_of_classes(options: Scale, device: str, shape: Shape) -> Iterator[Message]:
     """Measure what depends on the number of classes."""
-    jobs = Jobs(setting)
-    yield Message("ready", None)
-    yield jobs.measured(FORWARD, jobs.pass_forward)
-    yield jobs.measured("fit", jobs.fit, of_all=True)
-    yield jobs.measured("search", jobs.search, of_all=True)
-    yield jobs.measured("exact prediction", jobs.predict_exactly)
-    yield jobs.measured("prediction by contrasts", jobs.predict)
-    yield jobs.measured("learning variances", jobs.amortize, of_all=True)
-    yield jobs.measured("prediction by learnt variances", jobs.predict_by_learnt)
+    jobs = _jobs_of(options, device, shape)
+    of_classes = {
+        FORWARD: jobs.forward,
+        "fit": jobs.fit,
+        "search": jobs.search,
+        "exact prediction": jobs.predict_exactly,
+        "prediction by contrasts": jobs.predict,
+        "learning variances": jobs.amortize,
+        "prediction by learnt variances": jobs.predict_by_learnt,
+    }
+    yield from _each(of_classes, options, device)
 
 
-def jobs_of_length(setting: Setting) -> Iterator[Message]:
+def jobs_of_length(
+    options: Scale, device: str, shape: Shape, is_checkpointed: bool
+) -> Iterator[Message]:
     """Measure what depends on the length of texts, and training."""
-    jobs = Jobs(setting)
+    jobs = _jobs_of(options, device, shape, is_checkpointed)
+    of_length = {TRAINING: jobs.train, "fit": jobs.fit, "prediction": jobs.predict}
+    yield from _each(of_length, options, device)
+
+
+def _jobs_of(
+    options: Scale, device: str, shape: Shape, is_checkpointed: bool = False
+) -> Jobs:
+    quiet(options)
+    adapted = random_llama(shape, device, options.seed)
+    switch_checkpointing(adapted.model, is_checkpointed)
+    batches = random_loader(shape, options.batches, device, options.seed)
+    # Other texts than those of the fit.
+    (batch,) = random_loader(shape, 1, device, options.seed + 1)
+    jobs = Jobs(adapted, batches, batch)
+    # What PyTorch loads during its first passes counts for no job.
+    short = replace(shape, length=1, batch_size=1)
+    jobs.la.fit(random_loader(short, 1, device, options.seed))
+    return jobs
+
+
+def _each(
+    jobs: Mapping[str, Callable[[], object]], options: Scale, device: str
+) -> Iterator[Message]:
+    """Measure jobs, each for one text."""
     yield Message("ready", None)
-    yield jobs.measured(TRAINING, jobs.train)
-    yield jobs.measured("fit", jobs.fit, of_all=True)
-    yield jobs.measured("prediction", jobs.predict)
-
-
-class Jobs:
-    """What is measured of one model; jobs after `fit` need it done."""
-
-    def __init__(self, setting: Setting) -> None:
-        shape, options = setting.shape, setting.options
-        quiet(options)
-        self._device = setting.device
-        self._options = options
-        self._adapted = random_llama(shape, setting.device, options.seed)
-        switch_checkpointing(self._adapted.model, setting.is_checkpointed)
-        self._loader = random_loader(
-            shape, options.batches, setting.device, options.seed
-        )
-        # Other texts than those of the fit.
-        (self._batch,) = random_loader(shape, 1, setting.device, options.seed + 1)
-        self._la = lowrank_kron(self._adapted)
-        # What PyTorch loads during its first passes counts for no job.
-        short = replace(shape, length=1, batch_size=1)
-        self._la.fit(random_loader(short, 1, setting.device, options.seed))
-
-    def measured(
-        self, name: str, job: Callable[[], object], of_all: bool = False
-    ) -> Message:
-        """Measure a job of one batch, or of all batches of the fit."""
-        options = self._options
+    for name, job in jobs.items():
         figures = measuring.time_and_memory(
-            job, self._device, options.repetitions, options.limit
+            job, device, options.repetitions, options.limit
         )
-        n_texts = options.batch_size * (options.batches if of_all else 1)
+        n_batches = options.batches if name in OF_ALL else 1
         row: Row = {
             "name": name,
-            "seconds": figures["median"] / n_texts,
+            "seconds": figures["median"] / (options.batch_size * n_batches),
             "megabytes": figures["peak_megabytes"],
         }
-        return Message("job", row)
-
-    @torch.no_grad()
-    def pass_forward(self) -> None:
-        """Compute the model's own logits."""
-        self._adapted.logits_model(self._batch)
-
-    def train(self) -> None:
-        """Take the passes of a training step."""
-        model = self._adapted.model
-        model.train()
-        logits = self._adapted.logits_model(self._batch)
-        nn.functional.cross_entropy(logits, self._batch["labels"]).backward()
-        model.zero_grad()
-        model.eval()
-
-    def fit(self) -> None:
-        """Fit the posterior."""
-        self._la.fit(self._loader)
-
-    def search(self) -> None:
-        """Choose the prior precision by labels."""
-        self._la.optimize_prior_precision(method="gridsearch", val_loader=self._loader)
-
-    def predict(self) -> None:
-        """Predict by the contrasts that matter."""
-        self._la(self._batch, link_approx="mean_field")
-
-    def predict_exactly(self) -> None:
-        """Predict by the contrasts of all classes."""
-        la = copy(self._la)
-        la.n_contrasts = la.n_outputs - 1
-        la(self._batch, link_approx="mean_field")
-
-    def amortize(self) -> None:
-        """Learn the variances."""
-        self._la.amortize(self._loader, unlabelled=None)
-
-    def predict_by_learnt(self) -> None:
-        """Predict by learnt variances."""
-        self._la(self._batch, pred_type="amortized", link_approx="mean_field")
+        yield Message("job", row)
 
 
 def _by_processes(shape: Shape, options: Scale) -> list[Row]:
@@ -299,17 +247,16 @@ def _by_width(shape: Shape, options: Scale, device: str) -> list[Row]:
     for size in options.widths:
         report.say(options, size, "wide")
         wide = replace(shape, hidden_size=size, intermediate_size=4 * size)
-        setting = Setting(wide, False, options, device)
-        rows += [{"size": size, **row} for row in _measured(head_in_a_fit, setting)]
+        of_size = _measured(head_in_a_fit, options, device, wide)
+        rows += [{"size": size, **row} for row in of_size]
     return _by_name(rows)
 
 
-def head_in_a_fit(setting: Setting) -> Iterator[Message]:
+def head_in_a_fit(options: Scale, device: str, shape: Shape) -> Iterator[Message]:
     """Compare fits with and without a classifier's head."""
-    shape, options = setting.shape, setting.options
     quiet(options)
-    model = random_classifier(shape, setting.device, options.seed).model
-    loader = random_loader(shape, options.batches, setting.device, options.seed)
+    model = random_classifier(shape, device, options.seed).model
+    loader = random_loader(shape, options.batches, device, options.seed)
     without = laplace_lora_ext.Laplace(model)
     with_head = laplace_lora_ext.Laplace(model, modules_to_save=True)
     yield Message("ready", None)
@@ -330,31 +277,17 @@ def head_in_a_fit(setting: Setting) -> Iterator[Message]:
     yield Message("job", row)
 
 
-@dataclass(frozen=True)
-class Shard:
-    """One process's part of a fit that several share."""
-
-    key: str
-    shape: Shape
-    options: Scale
-    world: int
-    rank: int
-    meeting: str  # a file by which the processes find each other
-
-
 def _measure_processes(shape: Shape, world: int, options: Scale) -> Row:
     """Fit the same texts with several processes on one machine's cores."""
     slowest = {}
     for key in PAIR:
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(world) as pool:
             meeting = f"{folder}/meeting"
-            shards = [
-                Shard(key, shape, options, world, rank, meeting)
-                for rank in range(world)
-            ]
+            part = partial(_measured, _fit_part, options, key, shape, world, meeting)
             # The processes wait for each other, so all of them have to run at once.
-            alone = partial(measuring.run_alone, _fit_shard)
-            rows = list(pool.map(alone, shards))
+            rows = [row for of_rank in pool.map(part, range(world)) for row in of_rank]
+        if len(rows) < world:
+            raise SystemExit("scale: a process of the fit has ended without a figure.")
         # All wait for the last one, and every one needs its memory.
         slowest[key] = {
             "median": max(row["median"] for row in rows),
@@ -372,27 +305,25 @@ def _measure_processes(shape: Shape, world: int, options: Scale) -> Row:
     }
 
 
-def _fit_shard(shard: Shard) -> Row:
-    """Fit one process's part, together with the others."""
-    options = shard.options
+def _fit_part(
+    options: Scale, key: str, shape: Shape, world: int, meeting: str, rank: int
+) -> Iterator[Message]:
+    """Fit one process's part, together with the others, which find it by a file."""
     # Several processes' threads would wait for the same cores.
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{shard.meeting}",
-        rank=shard.rank,
-        world_size=shard.world,
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world
     )
     batches = BATCHES_OF_PROCESSES * options.batches
-    whole = random_loader(shard.shape, batches, "cpu", options.seed)
+    whole = random_loader(shape, batches, "cpu", options.seed)
     part = DataLoader(
         whole.dataset,
-        batch_size=shard.shape.batch_size,
+        batch_size=shape.batch_size,
         sampler=DistributedSampler(whole.dataset, shuffle=False),
         collate_fn=whole.collate_fn,
     )
-    model = random_llama(shard.shape, "cpu", options.seed)
-    la = posterior(shard.key).build(model)
+    model = random_llama(shape, "cpu", options.seed)
+    la = posterior(key).build(model)
     # A first fit, while PyTorch loads its parts.
     with measuring.peak_memory("cpu") as memory:
         la.fit(part)
@@ -402,7 +333,8 @@ def _fit_shard(shard: Shard) -> Row:
         dist.barrier()
         times.append(measuring.seconds_of(partial(la.fit, part)))
     dist.destroy_process_group()
-    return {"median": statistics.median(times), "peak_megabytes": memory.megabytes}
+    row: Row = {"median": statistics.median(times), "peak_megabytes": memory.megabytes}
+    yield Message("job", row)
 
 
 def _with_exponents(rows: Sequence[Row]) -> list[Row]:

@@ -7,10 +7,17 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from benchmarks.fine_tuning import TEST, TRAIN, Pretrained, fine_tune, prepare
-from benchmarks.held_out import Split, held_out
+from benchmarks.fine_tuning import (
+    TEST,
+    TRAIN,
+    Pretrained,
+    Split,
+    fine_tune,
+    held_out,
+    labels_of,
+    prepare,
+)
 from benchmarks.measuring import processor_clock, seconds_of
-from benchmarks.methods.method import labels_of
 from benchmarks.methods.posteriors import LINK, lowrank_kron, probabilities
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Signs

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,43 +10,39 @@ import torch
 import transformers
 from torch import Tensor
 
-from benchmarks.experiments.calibration import (
-    Costs,
-    Tests,
-    figures_of,
-    measured,
-    text_of,
-)
+from benchmarks.experiments.calibration import Tests, figures_of, measured, text_of
 from benchmarks.experiments.overview import COUNTS
 from benchmarks.fine_tuning import (
+    HELD,
+    HELD_OUT,
     MEMBER_SEEDS,
     TEST,
     TRAIN,
     Pretrained,
     fine_tune,
+    held_out,
+    labels_of,
     prepare,
     untrained,
 )
-from benchmarks.held_out import HELD, HELD_OUT, held_out
 from benchmarks.measuring import processor_clock
 from benchmarks.methods import CALIBRATED, METHODS, POSTERIORS
-from benchmarks.methods.mahalanobis import distances, hidden_states
-from benchmarks.methods.members import Member, Posteriors, predict_maps, temperature_of
+from benchmarks.methods.members import Member, Posteriors, logits_of, predict_maps
 from benchmarks.methods.method import (
     Loaders,
     Method,
     Posterior,
     find_methods,
     fit_temperature,
-    labels_of,
 )
 from benchmarks.methods.posteriors import LINK, lowrank_kron, probabilities
-from benchmarks.methods.priors import Prediction, Prior, geometric_mean
+from benchmarks.methods.priors import NO_PRIOR, Prediction, Prior, geometric_mean
 from benchmarks.methods.students import predict_with_student, tempered
+from benchmarks.metrics import distances
 from benchmarks.models import AdaptedModel
 from benchmarks.options import SeveralSeeds, Stages
 from benchmarks.report import Result, Row, say
-from benchmarks.training import Recipe, Records, Smoothed
+from benchmarks.training import MAXIMUM_LIKELIHOOD, Recipe, Records, Smoothed
 from laplace_lora_ext import LoRALaplace, LowRankKronLoRALaplace
 from laplace_lora_ext.metrics import negative_log_likelihood
 from laplace_lora_ext.models.adapters import active_again, find_peft_model
@@ -57,6 +53,7 @@ from laplace_lora_ext.training.stages import SECOND_STAGE
 from laplace_lora_ext.training.students import STEPS, distill
 
 FIRST_STAGE = 1 - HELD_OUT  # of the steps, as of the texts
+STAGES = FIRST_STAGE + SECOND_STAGE
 BOTH_TRAININGS = 1 + FIRST_STAGE  # an ordinary one, and a second one as long as a stage
 EXPLAINED = (
     "Trainings are steps relative to an ordinary training's; forward passes are the "
@@ -118,18 +115,12 @@ def run(options: Stages) -> Iterator[Result]:
             yield figures_of(pretrained, rows), [*words, EXPLAINED]
 
 
-@dataclass(frozen=True)
-class Seconds:
-    """Times of a prediction of all test texts."""
-
-    bare: float  # by the model itself
-    exact: float  # by a posterior
-
-
 class Trial:
     """One seed: trains, and measures how what it has trained predicts."""
 
-    seconds: Seconds  # of the training at hand, whose model is as large as all others
+    # Of a prediction of all test texts, by a model itself and by a posterior around it.
+    bare: float
+    exact: float
 
     def __init__(
         self,
@@ -159,37 +150,30 @@ class Trial:
         """Train as usual, and a second time with a fifth of the texts held out."""
         model = fine_tune(self.pretrained, self.records, self.seed)
         member = self._fitted(model.model, self.records, self.loaders)
-        self.seconds = self._seconds_of(model.model, member)
+        self._time(model.model, member)
         other = self._second_training(model.model, member)
-        yield self.tests.row(
-            METHODS["map"],
-            self._with_distances(model, predict_maps([member], self.loaders)),
-            self._costs_of_maps(1, trainings=1),
-        )
+        of_map = self._with_distances(model, predict_maps([member], self.loaders))
+        yield self.tests.row(METHODS["map"], of_map, self.bare, trainings=1)
         yield from self._with_more_labels(model, member)
         temperature = self._temperature([other])
         # The second training alone: its held-out texts are the validation texts of its
         # own model.
-        yield self.tests.row(
-            TEMPERATURE_SCALING,
-            predict_maps([other], self.loaders, VALIDATION, temperature),
-            self._costs_of_maps(1, trainings=FIRST_STAGE),
+        yield self._maps(
+            TEMPERATURE_SCALING, [other], FIRST_STAGE, VALIDATION, temperature
         )
-        yield self.tests.row(
-            TEMPERATURE_SCALING,
-            predict_maps([member], self.loaders, ELSEWHERE, temperature),
-            self._costs_of_maps(1, trainings=BOTH_TRAININGS),
+        yield self._maps(
+            TEMPERATURE_SCALING, [member], BOTH_TRAININGS, ELSEWHERE, temperature
         )
-        yield self._after_second_training(METHODS["lowrank_kron"], member, other)
-        # Both trainings have been paid for: here both predict.
-        chosen = member.la.hyperparameters
-        mixture = Posteriors([member, other], [chosen, chosen])
         fit_seconds = member.seconds + other.seconds
-        yield self.tests.row(
-            SECOND_MIXTURE,
-            self._predicted(mixture, ELSEWHERE),
-            self._costs_of_posteriors(2, BOTH_TRAININGS, fit_seconds),
-        )
+        # Both trainings have been paid for: in the mixture both predict.
+        for method, members in (
+            (METHODS["lowrank_kron"], [member]),
+            (SECOND_MIXTURE, [member, other]),
+        ):
+            chosen = len(members) * [member.la.hyperparameters]
+            yield self._posteriors(
+                method, ELSEWHERE, members, chosen, BOTH_TRAININGS, fit_seconds
+            )
 
     def of_rivals(self) -> Iterator[Row]:
         """Measure methods of the list that are asked for, on the ordinary training."""
@@ -209,35 +193,18 @@ class Trial:
             logits = model.logits(self.pretrained.prediction_loader(records))
             temperature = fit_temperature(logits, labels_of(records))
             prior = Prior(f"further_{count}", f"{count} more labels")
-            yield self.tests.row(
-                TEMPERATURE_SCALING,
-                predict_maps([member], self.loaders, prior, temperature),
-                self._costs_of_maps(1, trainings=1),
-            )
+            yield self._maps(TEMPERATURE_SCALING, [member], 1, prior, temperature)
 
-    def _seconds_of(self, model: Any, member: Member) -> Seconds:
-        """Time predictions by a model itself, and by the posterior around it."""
+    def _time(self, model: Any, member: Member) -> None:
+        """Time predictions by a model, as large as all others, and its posterior."""
         adapted = AdaptedModel(model, self.pretrained.class_token_ids)
 
         def predict(batch: Any) -> Any:
             return member.la(batch, link_approx=LINK)
 
-        return Seconds(
-            bare=self.tests.seconds(lambda batch: adapted.logits([batch])),
-            exact=self.tests.seconds(predict),
-        )
-
-    def _after_second_training(
-        self, method: Method, member: Member, other: Member
-    ) -> Row:
-        """Measure a posterior with what a second training's held-out texts chose."""
-        chosen = [member.la.hyperparameters]
-        fit_seconds = member.seconds + other.seconds
-        return self.tests.row(
-            method,
-            self._predicted(Posteriors([member], chosen), ELSEWHERE),
-            self._costs_of_posteriors(1, BOTH_TRAININGS, fit_seconds),
-        )
+        self.bare = self.tests.seconds(lambda batch: adapted.logits([batch]))
+        self.exact = self.tests.seconds(predict)
+        self.tests.bare_seconds = self.bare
 
     def _second_training(self, model: Any, member: Member) -> Member:
         """Choose a posterior's prior by a second training; return that one's."""
@@ -260,11 +227,11 @@ class Trial:
         """Add distances from training texts, where each text has a hidden state."""
         if self.pretrained.task.has_choices:
             return prediction
-        training = hidden_states(model, self.batches)
+        training = model.hidden_states(self.batches)
         labels = labels_of(self.records)
         signs = {}
         for name, loader in self.loaders.items():
-            of_texts = distances(training, labels, hidden_states(model, loader))
+            of_texts = distances(training, labels, model.hidden_states(loader))
             signs[name] = {"mahalanobis": of_texts}
         return replace(prediction, signs=signs)
 
@@ -291,7 +258,7 @@ class Trial:
             return members
 
         firsts = stage(self.rest, FIRST_STAGE, self.held_loaders)
-        self.seconds = self._seconds_of(model, firsts[0])
+        self._time(model, firsts[0])
         # The second stage changes the weights that these posteriors are around.
         choices = {count: self._choices(firsts[:count]) for count in counts}
         without_scale = [self._prior_alone(firsts[0])]
@@ -300,14 +267,11 @@ class Trial:
         seconds = stage(self.records, SECOND_STAGE, self.loaders)
         for count in counts:
             yield from self._staged(firsts[:count], seconds[:count], choices[count])
-        yield self.tests.row(
-            STAGED_MAP,
-            predict_maps(seconds[:1], self.loaders, PENALISED, penalised),
-            self._costs_of_maps(1, FIRST_STAGE + SECOND_STAGE),
-        )
+        yield self._maps(STAGED_MAP, seconds[:1], STAGES, PENALISED, penalised)
         # What the scale of the logits adds is seen beside the same without it.
-        yield self._posterior_in_stages(
-            STAGED, PRIOR_ALONE, firsts[:1], seconds[:1], without_scale
+        fit_seconds = firsts[0].seconds + seconds[0].seconds
+        yield self._posteriors(
+            STAGED, PRIOR_ALONE, seconds[:1], without_scale, STAGES, fit_seconds
         )
         for other, chosen in zip(self.posteriors, of_others, strict=True):
             yield self._other_in_stages(other, model, chosen)
@@ -335,25 +299,34 @@ class Trial:
         la = self._built(method, model, self.records)
         la.hyperparameters = chosen
         fit_seconds = self.clock() - started
-        predicted = {}
-        seconds = {}
-        for name, loader in self.loaders.items():
-            started = self.clock()
-            of_batches = [probabilities(la, batch, LINK) for batch in loader]
-            seconds[name] = self.clock() - started
-            predicted[name] = torch.cat(of_batches)
         prior_precision = geometric_mean(chosen.prior_precision)
-        prediction = Prediction(predicted, HELD_OUT_TEXTS, LINK, chosen=prior_precision)
-        costs = Costs(
-            predict_seconds=seconds[TEST],
-            forward_passes=seconds[TEST] / self.seconds.bare,
-            fit_seconds=fit_seconds,
-            trainings=FIRST_STAGE + SECOND_STAGE,
-        )
         named = Method(f"staged_{method.key}", f"{method.title} in stages")
-        return self.tests.row(named, prediction, costs)
+        return self._by_batches(
+            named, HELD_OUT_TEXTS, la, fit_seconds, chosen=prior_precision
+        )
 
-    def by_recipes(self, first: Recipe | None, second: Recipe | None) -> Iterator[Row]:
+    def _by_batches(
+        self,
+        method: Method,
+        prior: Prior,
+        la: LoRALaplace,
+        fit_seconds: float,
+        chosen: float | None = None,
+        pred_type: str = "glm",
+    ) -> Row:
+        """Measure a posterior in stages by passes over the texts."""
+
+        def predict(batch: Any) -> Tensor:
+            return probabilities(la, batch, LINK, pred_type=pred_type)
+
+        predicted = {}
+        for name, loader in self.loaders.items():
+            predicted[name] = torch.cat([predict(batch) for batch in loader])
+        prediction = Prediction(predicted, prior, LINK, chosen=chosen)
+        seconds = self.tests.seconds(predict)
+        return self.tests.row(method, prediction, seconds, fit_seconds, STAGES)
+
+    def by_recipes(self, first: Recipe, second: Recipe) -> Iterator[Row]:
         """Train one member in stages, each by a recipe of its own."""
         model = untrained(self.pretrained, self.seed)
         self.train(model, self.rest, FIRST_STAGE, 0, first)
@@ -361,26 +334,37 @@ class Trial:
         choice = self._choices([of_first])
         self.train(model, self.records, SECOND_STAGE, 0, second)
         of_second = self._fitted(model, self.records, self.loaders)
-        self.seconds = self._seconds_of(model, of_second)
+        self._time(model, of_second)
         yield from self._staged([of_first], [of_second], choice)
 
-    def _posterior_in_stages(
+    def _maps(
+        self,
+        method: Method,
+        members: Sequence[Member],
+        trainings: float,
+        prior: Prior = NO_PRIOR,
+        temperature: float | None = None,
+    ) -> Row:
+        """Measure members' models, without their posteriors."""
+        prediction = predict_maps(members, self.loaders, prior, temperature)
+        seconds = len(members) * self.bare
+        return self.tests.row(method, prediction, seconds, trainings=trainings)
+
+    def _posteriors(
         self,
         method: Method,
         prior: Prior,
-        firsts: Sequence[Member],
         members: Sequence[Member],
         chosen: Sequence[Hyperparameters],
+        trainings: float,
+        fit_seconds: float,
     ) -> Row:
-        """Measure what first stages have chosen for posteriors of second stages."""
-        count = len(members)
-        trainings = count * (FIRST_STAGE + SECOND_STAGE)
-        fit_seconds = sum(member.seconds for member in (*firsts, *members))
-        return self.tests.row(
-            method,
-            self._predicted(Posteriors(members, chosen), prior),
-            self._costs_of_posteriors(count, trainings, fit_seconds),
-        )
+        """Measure a posterior, or a mixture, with what was chosen for each member."""
+        posteriors = Posteriors(members, chosen)
+        labels = self.tests.labels[TEST]
+        prediction = posteriors.predict(self.loaders, prior, labels)
+        seconds = len(members) * self.exact
+        return self.tests.row(method, prediction, seconds, fit_seconds, trainings)
 
     def _staged(
         self, firsts: list[Member], members: list[Member], choice: stages.Choice
@@ -392,57 +376,43 @@ class Trial:
         if count == 1:
             maps = STAGED_MAP
             posteriors = STAGED
-        trainings = count * (FIRST_STAGE + SECOND_STAGE)
-        costs = self._costs_of_maps(count, trainings)
-        yield self.tests.row(maps, predict_maps(members, self.loaders), costs)
+        trainings = count * STAGES
+        yield self._maps(maps, members, trainings)
         temperature = self._temperature(firsts)
-        scaled = predict_maps(members, self.loaders, TEMPERATURE, temperature)
-        yield self.tests.row(maps, scaled, costs)
-        chosen = choice.hyperparameters
-        yield self._posterior_in_stages(
-            posteriors, HELD_OUT_TEXTS, firsts, members, chosen
+        yield self._maps(maps, members, trainings, TEMPERATURE, temperature)
+        fit_seconds = sum(member.seconds for member in (*firsts, *members))
+        yield self._posteriors(
+            posteriors,
+            HELD_OUT_TEXTS,
+            members,
+            choice.hyperparameters,
+            trainings,
+            fit_seconds,
         )
         if count == 1 and self.has_students:
             la = copy(members[0].la)
-            (la.hyperparameters,) = chosen
-            fit_seconds = firsts[0].seconds + members[0].seconds
-            yield self._amortized(la, trainings, fit_seconds)
-            yield self._student(la, la.distill, posteriors, trainings, fit_seconds)
+            (la.hyperparameters,) = choice.hyperparameters
+            yield self._amortized(la, fit_seconds)
+            yield self._student(la, la.distill, posteriors, fit_seconds)
             # What a temperature teaches, in the posterior's place.
             teach = partial(distill, tempered(members[0].la, temperature))
             method = Method(maps.key, "In stages, temperature")
-            yield self._student(la, teach, method, trainings, fit_seconds=0.0)
+            yield self._student(la, teach, method, fit_seconds=0.0)
 
-    def _amortized(self, la: LoRALaplace, trainings: float, fit_seconds: float) -> Row:
+    def _amortized(self, la: LoRALaplace, fit_seconds: float) -> Row:
         """Learn the variances of a posterior, and predict in one pass."""
         say(self.options, f"Seed {self.seed}: {STAGED.title}, learning variances")
         started = self.clock()
         la.amortize(self.batches)
         fit_seconds += self.clock() - started
-
-        def predict(batch: Any) -> Tensor:
-            return probabilities(la, batch, LINK, pred_type="amortized")
-
-        predict_seconds = self.tests.seconds(predict)
-        predicted = {}
-        for name, loader in self.loaders.items():
-            predicted[name] = torch.cat([predict(batch) for batch in loader])
-        prediction = Prediction(predicted, SWAPPED, LINK)
-        costs = Costs(
-            predict_seconds=predict_seconds,
-            forward_passes=predict_seconds / self.seconds.bare,
-            fit_seconds=fit_seconds,
-            trainings=trainings,
-        )
         named = Method(f"{STAGED.key}_amortized", f"{STAGED.title}, learnt variance")
-        return self.tests.row(named, prediction, costs)
+        return self._by_batches(named, SWAPPED, la, fit_seconds, pred_type="amortized")
 
     def _student(
         self,
         la: LoRALaplace,
         teach: Callable[..., str],
         method: Method,
-        trainings: float,
         fit_seconds: float,
     ) -> Row:
         """Teach a new adapter what a posterior or a temperature predicts."""
@@ -451,15 +421,11 @@ class Trial:
         taught = predict_with_student(
             model, teach, self.pretrained, self.seed, self.loaders
         )
-        costs = Costs(
-            # It is a model of the same size, and predicts by itself.
-            predict_seconds=self.seconds.bare,
-            forward_passes=1.0,
-            fit_seconds=fit_seconds + self.clock() - started,
-            trainings=trainings + STEPS,
-        )
+        fit_seconds += self.clock() - started
         named = Method(f"{method.key}_student", f"{method.title}, student")
-        return self.tests.row(named, Prediction(taught, SWAPPED), costs)
+        prediction = Prediction(taught, SWAPPED)
+        # It is a model of the same size, and predicts by itself.
+        return self.tests.row(named, prediction, self.bare, fit_seconds, STAGES + STEPS)
 
     def smoothed(self, amounts: Sequence[float]) -> Iterator[Row]:
         """Train in stages with as much label smoothing as held-out texts prefer."""
@@ -471,27 +437,25 @@ class Trial:
         # Read from the cache: of all the amounts only one first stage has to be in
         # memory.
         model = self._first_stage(best)
-        recipe = Smoothed(best) if best else None
-        self.train(model.model, self.records, SECOND_STAGE, 0, recipe)
+        self.train(model.model, self.records, SECOND_STAGE, 0, smoothing(best))
         prediction = Prediction(
             model.probabilities(self.loaders), prior=HELD_OUT_TEXTS, chosen=best
         )
         trainings = len(losses) * FIRST_STAGE + SECOND_STAGE
         yield self.tests.row(
-            LABEL_SMOOTHING, prediction, self._costs_of_maps(1, trainings)
+            LABEL_SMOOTHING, prediction, self.bare, trainings=trainings
         )
 
-    def _loss_with(self, smoothing: float) -> float:
+    def _loss_with(self, amount: float) -> float:
         """Compute the held-out texts' NLL after a first stage with smoothed labels."""
-        model = self._first_stage(smoothing)
+        model = self._first_stage(amount)
         logits = model.logits(self.held_loaders[HELD])
         return negative_log_likelihood(logits.softmax(-1), self.held_labels)
 
-    def _first_stage(self, smoothing: float) -> AdaptedModel:
+    def _first_stage(self, amount: float) -> AdaptedModel:
         """Train a model on the texts that are not held out, with smoothed labels."""
         model = untrained(self.pretrained, self.seed)
-        recipe = Smoothed(smoothing) if smoothing else None
-        self.train(model, self.rest, FIRST_STAGE, 0, recipe)
+        self.train(model, self.rest, FIRST_STAGE, 0, smoothing(amount))
         return AdaptedModel(model, self.pretrained.class_token_ids)
 
     def _add_member(self, model: Any, number: int) -> Callable[[], None]:
@@ -505,7 +469,7 @@ class Trial:
         records: Records,
         share: float,
         number: int,
-        recipe: Recipe | None = None,
+        recipe: Recipe = MAXIMUM_LIKELIHOOD,
     ) -> None:
         """Train the active adapter for a share of the steps.
 
@@ -587,26 +551,9 @@ class Trial:
 
     def _temperature(self, members: Sequence[Member]) -> float:
         """Find the temperature at which the members' mean predicts held-out texts."""
-        return temperature_of(members, HELD, self.held_labels)
+        return fit_temperature(logits_of(members, HELD), self.held_labels)
 
-    def _predicted(self, posteriors: Posteriors, prior: Prior) -> Prediction:
-        """Predict all test texts with posteriors."""
-        return posteriors.predict(self.loaders, prior, self.tests.labels[TEST])
 
-    def _costs_of_maps(self, members: int, trainings: float) -> Costs:
-        return Costs(
-            predict_seconds=members * self.seconds.bare,
-            forward_passes=float(members),
-            trainings=trainings,
-        )
-
-    def _costs_of_posteriors(
-        self, members: int, trainings: float, fit_seconds: float
-    ) -> Costs:
-        predict_seconds = members * self.seconds.exact
-        return Costs(
-            predict_seconds=predict_seconds,
-            forward_passes=predict_seconds / self.seconds.bare,
-            fit_seconds=fit_seconds,
-            trainings=trainings,
-        )
+def smoothing(amount: float) -> Recipe:
+    """Smooth labels; by none, a training is the one that others share."""
+    return Smoothed(amount) if amount else MAXIMUM_LIKELIHOOD

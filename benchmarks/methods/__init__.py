@@ -4,7 +4,7 @@ from functools import partial
 
 from laplace.curvature.asdl import AsdlGGN
 
-from benchmarks.methods import functional, posteriors, sampled, swag, trained_again
+from benchmarks.methods import functional, posteriors, sampled, trained_again
 from benchmarks.methods import method as points
 from benchmarks.methods.method import Method, PointMethod, Posterior
 
@@ -16,9 +16,9 @@ STOCK_DIAG = partial(posteriors.stock, structure="diag")
 STOCK_KRON = partial(posteriors.stock, structure="kron")
 STOCK_KRON_ASDL = partial(posteriors.stock, structure="kron", backend=AsdlGGN)
 # Rivals that train again, each by its own recipe.
-BY_BLOB = partial(sampled.retrained, sampled.BLoB())
-BY_IVON = partial(sampled.retrained, sampled.IVONLoRA())
-BY_SWAG = partial(swag.of_iterates, swag.SWAG())
+BY_BLOB = partial(trained_again.retrained, trained_again.BLoB())
+BY_IVON = partial(trained_again.retrained, trained_again.IVONLoRA())
+BY_SWAG = partial(trained_again.of_iterates, trained_again.SWAG())
 BY_MONTECLORA = partial(trained_again.alone, trained_again.MonteCLoRA())
 
 # Of encoders, and of no figure of calibration but `cross`.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.fine_tuning import TEST
-from benchmarks.methods.method import Probabilities, fit_temperature
+from benchmarks.methods.method import Probabilities
 from benchmarks.methods.posteriors import LINK, probabilities
 from benchmarks.methods.priors import (
     FACTORS,
@@ -37,14 +37,6 @@ class Member:
     statistics: Mapping[str, PredictiveStatistics]
     seconds: float
 
-    def moments(self, name: str, prior_precision: Tensor) -> Moments:
-        """Compute mean and covariance of a data set's logits, on the CPU."""
-        return self.statistics[name].moments(prior_precision)
-
-    def logits(self, name: str) -> Tensor:
-        """Return the model's logits (texts, classes) of a data set, on the CPU."""
-        return self.statistics[name].f_mu
-
 
 @dataclass(frozen=True)
 class Posteriors:
@@ -63,7 +55,8 @@ class Posteriors:
             # A copy: the posterior itself keeps what was chosen for it.
             la = copy(member.la)
             la.hyperparameters = chosen
-            moments = member.moments(name, factor * chosen.prior_precision)
+            statistics = member.statistics[name]
+            moments = statistics.moments(factor * chosen.prior_precision)
             of_members.append(probabilities(la, moments, LINK))
         return torch.stack(of_members).mean(0)
 
@@ -89,7 +82,7 @@ class Posteriors:
         """Compute what the posteriors say of how doubtful each text is."""
         scaled = []
         for member, chosen in zip(self.members, self.choices, strict=True):
-            moments = member.moments(name, chosen.prior_precision)
+            moments = member.statistics[name].moments(chosen.prior_precision)
             scaled.append(moments.scaled(chosen.logit_scale))
         parts_of_mean = mean.split(AT_ONCE)
         parts = [moments.split(AT_ONCE) for moments in scaled]
@@ -119,10 +112,9 @@ def _drawn(moments: Moments) -> Tensor:
     return softmax_samples(f_mu, f_var, noise).exp()
 
 
-def temperature_of(members: Sequence[Member], name: str, labels: Tensor) -> float:
-    """Find the temperature with which the members' mean predicts a data set best."""
-    logits = torch.stack([member.logits(name) for member in members])
-    return fit_temperature(logits, labels)
+def logits_of(members: Sequence[Member], name: str) -> Tensor:
+    """Collect the models' logits (members, texts, classes) of a data set."""
+    return torch.stack([member.statistics[name].f_mu for member in members])
 
 
 def predict_maps(
@@ -135,7 +127,7 @@ def predict_maps(
     mean: Probabilities = {}
     signs = {}
     for name in names:
-        logits = torch.stack([member.logits(name) for member in members])
+        logits = logits_of(members, name)
         of_members = (logits / (temperature or 1.0)).softmax(-1)
         mean[name] = of_members.mean(0)
         if len(members) > 1:

@@ -12,12 +12,10 @@ from torch.nn.functional import nll_loss
 from torch.utils.data import DataLoader
 
 from benchmarks.models import AdaptedModel
-from benchmarks.training import Records
 
 DROPOUT_PASSES = 10
 CHECKPOINTS_IN_ENSEMBLE = 3
 ENSEMBLE_SIZE = 3
-NO_CLASS = -1  # label of a text for which no class is right
 
 Loaders = dict[str, DataLoader]  # data sets by their names
 Probabilities = dict[str, Tensor]  # (texts, classes) by the data set's name
@@ -97,11 +95,6 @@ def find_methods(
         listed = ", ".join(f"{each.key} ({each.title})" for each in methods)
         raise SystemExit(f"No method is called {unknown.pop()!r}; known are: {listed}.")
     return [method for method in methods if method.asked(names)]
-
-
-def labels_of(records: Records) -> Tensor:
-    """Collect the labels `(texts,)` of records, `NO_CLASS` where they have none."""
-    return torch.tensor([record.get("labels", NO_CLASS) for record in records])
 
 
 def as_it_is(model: AdaptedModel, _: DataLoader) -> Members:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ GRID = torch.logspace(-2, 4, 49)
 # Of the prior precision, to see what another would give.
 FACTORS = torch.logspace(-2, 2, 33)
 
+Data = PredictiveStatistics | Iterable[Any]  # what is kept of it, or its batches
 # Takes a posterior and, where it reads them, statistics of the training data.
 Choose = Callable[[LoRALaplace, PredictiveStatistics | None], Tensor]
 
@@ -121,93 +122,44 @@ def geometric_mean(prior_precision: Tensor) -> float:
     return prior_precision.log().mean().exp().item()
 
 
-class Predicts(Protocol):
-    """Predicts data sets with a posterior, for any prior precision and link."""
+def data_of(
+    la: LoRALaplace, loaders: Loaders, links: Sequence[str]
+) -> Mapping[str, Data]:
+    """Collect statistics of data sets, for posteriors that have any; else the loaders.
 
-    def probabilities(self, prior_precision: Tensor, link: str) -> Probabilities:
-        """Predict every data set."""
-        ...
-
-    def of_each(
-        self, prior_precisions: Sequence[Tensor], link: str
-    ) -> list[Probabilities]:
-        """Predict every data set with each of several prior precisions."""
-        ...
-
-    def regret(
-        self, prior_precision: Tensor, link: str, labels: Tensor
-    ) -> float | None:
-        """Compute the regret of the test texts, if that needs no further passes."""
-        ...
+    A low-rank posterior then sees the data once for all priors.
+    """
+    if not isinstance(la, LowRankKronLoRALaplace):
+        return loaders
+    # By default many classes are compared with the most probable one, but not all, and
+    # "probit" reads the variance of every logit.
+    link = "probit" if "probit" in links else LINK
+    return {
+        name: la.predictive_statistics(loader, link_approx=link)
+        for name, loader in loaders.items()
+    }
 
 
-@dataclass(frozen=True)
-class FromStatistics:
-    """Predicts from statistics, for which a low-rank posterior sees the data once."""
-
-    la: LoRALaplace
-    statistics: Mapping[str, PredictiveStatistics]
-
-    def probabilities(self, prior_precision: Tensor, link: str) -> Probabilities:
-        """Predict every data set."""
-        return {name: self._of(name, prior_precision, link) for name in self.statistics}
-
-    def of_each(
-        self, prior_precisions: Sequence[Tensor], link: str
-    ) -> list[Probabilities]:
-        """Predict every data set with each of several prior precisions."""
-        return [self.probabilities(each, link) for each in prior_precisions]
-
-    def regret(self, prior_precision: Tensor, link: str, labels: Tensor) -> float:
-        """Compute the regret of the test texts."""
-        chosen = self._of(TEST, prior_precision, link)
-        tried = (self._of(TEST, factor * prior_precision, link) for factor in FACTORS)
-        return regret_of(chosen, tried, labels)
-
-    def _of(self, name: str, prior_precision: Tensor, link: str) -> Tensor:
-        moments = self.statistics[name].moments(prior_precision)
-        return probabilities(self.la, moments, link)
-
-
-@dataclass(frozen=True)
-class FromBatches:
-    """Predicts with passes over the data, the same for several prior precisions."""
-
-    la: LoRALaplace
-    loaders: Mapping[str, Iterable[Any]]
-
-    def probabilities(self, prior_precision: Tensor, link: str) -> Probabilities:
-        """Predict every data set."""
-        (predicted,) = self.of_each([prior_precision], link)
-        return predicted
-
-    def of_each(
-        self, prior_precisions: Sequence[Tensor], link: str
-    ) -> list[Probabilities]:
-        """Predict every data set with each of several prior precisions."""
-        predicted: list[Probabilities] = [{} for _ in prior_precisions]
-        for name, loader in self.loaders.items():
-            of_batches = [
-                self._of_batch(batch, prior_precisions, link) for batch in loader
-            ]
-            for number, of_prior in enumerate(predicted):
-                of_prior[name] = torch.cat([parts[number] for parts in of_batches])
-        return predicted
-
-    def _of_batch(
-        self, batch: Any, prior_precisions: Sequence[Tensor], link: str
-    ) -> list[Tensor]:
-        """Predict a batch with each prior precision, which change no Jacobian."""
-        Js, f_mu = self.la.recorder.jacobians(self.la.model.unlabelled(batch))
-        predicted = []
+def predicted(
+    la: LoRALaplace, data: Data, prior_precisions: Sequence[Tensor], link: str
+) -> list[Tensor]:
+    """Predict a data set with each of several prior precisions, in one pass at most."""
+    if isinstance(data, PredictiveStatistics):
+        return [
+            probabilities(la, data.moments(prior_precision), link)
+            for prior_precision in prior_precisions
+        ]
+    of_batches = []
+    for batch in data:
+        # Priors change no Jacobian.
+        Js, f_mu = la.recorder.jacobians(la.model.unlabelled(batch))
+        of_priors = []
         for prior_precision in prior_precisions:
-            self.la.prior_precision = prior_precision
-            moments = Moments(f_mu, self.la.functional_variance(Js))
-            predicted.append(probabilities(self.la, moments, link))
-        return predicted
-
-    def regret(self, prior_precision: Tensor, link: str, labels: Tensor) -> None:
-        """Compute none: each factor would need passes over all texts."""
+            la.prior_precision = prior_precision
+            moments = Moments(f_mu, la.functional_variance(Js))
+            of_priors.append(probabilities(la, moments, link))
+        of_batches.append(of_priors)
+    return [torch.cat(parts) for parts in zip(*of_batches, strict=True)]
 
 
 def predictions(
@@ -221,30 +173,19 @@ def predictions(
     if train is not None:
         assert isinstance(la, LowRankKronLoRALaplace)  # what others have none of
         statistics_of_training = la.predictive_statistics(train)
-    predicts = predictor_of(la, loaders, LINKS)
+    data = data_of(la, loaders, LINKS)
     for prior in PRIORS:
         if prior.reads and statistics_of_training is None:
             continue
         chosen = prior.choose(la, statistics_of_training)
         for link in LINKS:
-            yield Prediction(
-                probabilities=predicts.probabilities(chosen, link),
-                prior=prior,
-                link=link,
-                chosen=geometric_mean(chosen),
-                regret=predicts.regret(chosen, link, labels),
-            )
-
-
-def predictor_of(la: LoRALaplace, loaders: Loaders, links: Sequence[str]) -> Predicts:
-    """Predict from statistics where there are any, and by passes elsewhere."""
-    if not isinstance(la, LowRankKronLoRALaplace):
-        return FromBatches(la, loaders)
-    # By default many classes are compared with the most probable one, but not all, and
-    # "probit" reads the variance of every logit.
-    link = "probit" if "probit" in links else LINK
-    statistics = {
-        name: la.predictive_statistics(loader, link_approx=link)
-        for name, loader in loaders.items()
-    }
-    return FromStatistics(la, statistics)
+            by_chosen = {}
+            for name, of_set in data.items():
+                (by_chosen[name],) = predicted(la, of_set, [chosen], link)
+            regret = None
+            # Otherwise each factor would need a backward pass for every text.
+            if isinstance(data[TEST], PredictiveStatistics):
+                factors = [factor * chosen for factor in FACTORS]
+                tried = predicted(la, data[TEST], factors, link)
+                regret = regret_of(by_chosen[TEST], tried, labels)
+            yield Prediction(by_chosen, prior, link, geometric_mean(chosen), regret)

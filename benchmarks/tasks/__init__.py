@@ -3,7 +3,6 @@
 from benchmarks.tasks import (
     code,
     docstrings,
-    intents,
     multiple_choice,
     names,
     numpydoc,
@@ -21,7 +20,7 @@ CHOSEN_ON = (
     code.EXCEPTIONS,
     numpydoc.TYPE_OF,
     numpydoc.BELONGS,
-    *intents.DOMAINS,
+    *sentences.DOMAINS,
     *multiple_choice.ARC_EASY_TASKS,
     *sentences.CHOOSING_SENTENCES,
 )
@@ -31,7 +30,7 @@ KEPT = (
     docstrings.VERBS_LEFT_OUT,
     code.COMMENTS,
     numpydoc.DEFAULTS,
-    *intents.MANY,
+    *sentences.MANY,
     *multiple_choice.KEPT_CHOICES,
     *sentences.KEPT_SENTENCES,
 )

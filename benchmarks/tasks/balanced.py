@@ -4,15 +4,14 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from benchmarks.models import encoder_folder
+from benchmarks import models
 from benchmarks.options import TextRun
 from benchmarks.tasks.task import Example, Sizes, Task
 from benchmarks.training import Hyperparameters
 
 ENCODER = Hyperparameters(
-    model="all-MiniLM-L6-v2",
+    model=models.ENCODER,
     target_modules=("query", "value"),
     batch_size=16,
     maximum_length=32,
@@ -45,10 +44,6 @@ class Balanced:
     # Class of texts from another distribution, which has no label.
     shifted: str | None = None
     unseen: str | None = None  # library apart, whose texts have labels
-
-    def model(self, _: TextRun) -> Path:
-        """Find the encoder, the same for all options."""
-        return encoder_folder()
 
     def read(self, options: TextRun, seed: int) -> Task:
         """Draw disjoint sets, with equal numbers of texts from each class."""

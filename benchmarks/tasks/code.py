@@ -7,8 +7,14 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.options import Reading
 from benchmarks.tasks.balanced import PAIRS, Balanced, Labelled
-from benchmarks.tasks.docstrings import LIBRARIES, SHIFTED_LIBRARY, masked
-from benchmarks.tasks.sources import UNSEEN_LIBRARY, drawn_files, in_each
+from benchmarks.tasks.docstrings import (
+    LIBRARIES,
+    SHIFTED_LIBRARY,
+    UNSEEN_LIBRARY,
+    drawn_files,
+    in_each,
+    masked,
+)
 from benchmarks.tasks.task import Sizes
 
 MINIMUM_WORDS = 4

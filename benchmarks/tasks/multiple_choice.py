@@ -10,12 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.models import gemma_folder
 from benchmarks.options import TextRun
-from benchmarks.tasks import paper_prompts as prompts
 from benchmarks.tasks.names import GEMMA
-from benchmarks.tasks.paper import Source, ToExample, read_from_folder, read_sources
-from benchmarks.tasks.paper_prompts import LETTERS, Row
+from benchmarks.tasks.paper import (
+    LETTERS,
+    Row,
+    Source,
+    ToExample,
+    arc,
+    openbookqa,
+    read_from_folder,
+    read_sources,
+)
 from benchmarks.tasks.task import Example, Sizes, Task
 from benchmarks.training import Hyperparameters
 
@@ -33,10 +39,6 @@ class MultipleChoice:
     # Makes examples of ARC, if that is another data set.
     shifted_example: ToExample | None = None
     hyperparameters: Hyperparameters = GEMMA
-
-    def model(self, options: TextRun) -> str | Path:
-        """Find the model that the options name, or Gemma."""
-        return options.model or gemma_folder(options.cache)
 
     def read(self, options: TextRun, seed: int) -> Task:
         """Draw questions from each split, in an order that the seed says."""
@@ -104,14 +106,12 @@ ARC_EASY = ("allenai/ai2_arc", "ARC-Easy")
 ARC_CHALLENGE = ("allenai/ai2_arc", "ARC-Challenge")
 OBQA = ("allenai/openbookqa", "main")
 ARC_EASY_TASKS = (
-    MultipleChoice("arc_easy_letters", ARC_EASY, prompts.arc),
+    MultipleChoice("arc_easy_letters", ARC_EASY, arc),
     MultipleChoice("arc_easy_texts", ARC_EASY, by_texts),
 )
 KEPT_CHOICES = (
-    MultipleChoice("arc_challenge_letters", ARC_CHALLENGE, prompts.arc),
+    MultipleChoice("arc_challenge_letters", ARC_CHALLENGE, arc),
     MultipleChoice("arc_challenge_texts", ARC_CHALLENGE, by_texts),
-    MultipleChoice(
-        "obqa_letters", OBQA, prompts.openbookqa, shifted_example=prompts.arc
-    ),
+    MultipleChoice("obqa_letters", OBQA, openbookqa, shifted_example=arc),
     MultipleChoice("obqa_texts", OBQA, by_texts, shifted_example=by_texts),
 )

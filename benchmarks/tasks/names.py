@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.models import encoder_folder, gemma_folder
+from benchmarks import models
 from benchmarks.options import TextRun
 from benchmarks.tasks.balanced import ENCODER
 from benchmarks.tasks.docstrings import (
@@ -17,8 +17,7 @@ from benchmarks.tasks.docstrings import (
     masked,
     read_library,
 )
-from benchmarks.tasks.paper import CAUSAL_HYPERPARAMETERS
-from benchmarks.tasks.paper_prompts import LETTERS, four_choices
+from benchmarks.tasks.paper import CAUSAL_HYPERPARAMETERS, LETTERS, four_choices
 from benchmarks.tasks.task import Example, Sizes, Task
 from benchmarks.training import Hyperparameters
 
@@ -84,12 +83,6 @@ class OfNames:
     sizes: Sizes
     hyperparameters: Hyperparameters
 
-    def model(self, options: TextRun) -> str | Path:
-        """Find the model: for prompts the one that the options name, or Gemma."""
-        if self.is_prompt:
-            return options.model or gemma_folder(options.cache)
-        return encoder_folder()
-
     def read(self, options: TextRun, seed: int) -> Task:
         """Draw questions about all libraries but one, and shifted ones about that."""
         sizes = self.sizes.asked(options)
@@ -141,7 +134,7 @@ NAMES = OfNames(
 )
 GEMMA = replace(
     CAUSAL_HYPERPARAMETERS,
-    model="gemma-3-270m",
+    model=models.GEMMA,
     target_modules=("q_proj", "v_proj"),
     batch_size=8,
     learning_rate=1e-3,

@@ -15,8 +15,13 @@ from typing import NamedTuple
 
 from benchmarks.options import Reading
 from benchmarks.tasks.balanced import PAIRS, Balanced, Labelled
-from benchmarks.tasks.docstrings import first_paragraph, masked
-from benchmarks.tasks.sources import UNSEEN_LIBRARY, in_each, parsed_files
+from benchmarks.tasks.docstrings import (
+    UNSEEN_LIBRARY,
+    first_paragraph,
+    in_each,
+    masked,
+    parsed_files,
+)
 from benchmarks.tasks.task import Sizes
 
 LIBRARIES = ("numpy", "scipy", "networkx", "matplotlib", "pandas")

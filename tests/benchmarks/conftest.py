@@ -1,14 +1,13 @@
-"""Tiny models that are fine-tuned on made-up rows of the paper's tasks."""
+"""Tiny models, and options of experiments at their smallest."""
 
 import logging
 
 import pytest
-import transformers
 
 from benchmarks import measuring
 from benchmarks.fine_tuning import prepare
 from benchmarks.tasks.paper import PAPER_TASKS
-from tests.benchmarks.support import parsed, save_tiny_models, write_intents, write_task
+from tests.benchmarks.support import parsed, save_tiny_models, write_grammar, write_task
 
 
 @pytest.fixture
@@ -19,7 +18,6 @@ def in_this_process(monkeypatch):
         return list(job(*arguments)), None
 
     monkeypatch.setattr(measuring, "run_limited", run_limited)
-    monkeypatch.setattr(measuring, "run_alone", lambda job, *each: job(*each))
     monkeypatch.setattr(measuring, "limit_memory", lambda *_: None)
     # What jobs switch off for good in their processes.
     monkeypatch.setattr(logging, "disable", lambda _: None)
@@ -32,7 +30,7 @@ def tiny_models(tmp_path_factory):
 
 @pytest.fixture
 def prepared(tiny_models, tmp_path):
-    """Prepare a tiny trained model, and made-up rows of a task of the paper."""
+    """Prepare a tiny pretrained model, and made-up rows of a task of the paper."""
 
     def make(task, **changes):
         write_task(task, tmp_path)
@@ -50,22 +48,31 @@ def prepared(tiny_models, tmp_path):
 
 
 @pytest.fixture
-def encoder(tiny_models, tmp_path):
-    """Save a tiny encoder without its head, in a folder."""
-    folder = tmp_path / "encoder"
-    for part in (transformers.AutoModel, transformers.AutoTokenizer):
-        part.from_pretrained(tiny_models[False]).save_pretrained(folder)
-    return folder
+def choices(tiny_models, tmp_path):
+    """Return options for a task of prompts, read from sources, and a tiny decoder."""
+    return {
+        "task": "choices",
+        "model": tiny_models[True],
+        "train_examples": 20,
+        "test_examples": 12,
+        "shifted_examples": 8,
+        "files_per_library": 30,
+        "steps": 10,
+        "learning_rate": 0.01,
+        "cache": tmp_path / "cache",
+    }
 
 
 @pytest.fixture
-def intents(encoder, tmp_path, monkeypatch):
-    """Write made-up intents, as many as asked, to be learnt by a tiny encoder."""
-    monkeypatch.setattr("benchmarks.tasks.intents.encoder_folder", lambda: encoder)
-
-    def write(n_intents, n_texts=4):
-        names = "abcdefghijkl"[:n_intents]
-        write_intents({"travel": names}, n_texts, tmp_path)
-        return tmp_path
-
-    return write
+def grammar(tiny_models, tmp_path):
+    """Return options for a task of two classes, and a tiny encoder."""
+    write_grammar(tmp_path)
+    return {
+        "task": "cola",
+        "data": tmp_path,
+        "model": tiny_models[False],
+        "steps": 20,
+        "learning_rate": 0.01,
+        "batch_size": 8,
+        "cache": tmp_path / "cache",
+    }

@@ -20,15 +20,13 @@ from benchmarks.__main__ import main, parse
 from benchmarks.fine_tuning import TRAIN, Pretrained, fine_tune
 from benchmarks.methods.method import Members
 from benchmarks.models import AdaptedModel
-from benchmarks.random_models import Shape
-from benchmarks.tasks.docstrings import Documented
 from benchmarks.tasks.paper import PAPER_TASKS
-from benchmarks.training import Recipe, Weights
+from benchmarks.training import MAXIMUM_LIKELIHOOD, Recipe, Weights
 
 Row = dict[str, Any]
 
 SELECT = "Select one of the choices that answers the following question:"
-FRUIT = ["a pear", "a stone", "a spoon", "a lamp"]
+FRUIT = ["a pear", "a stone.", "a spoon", "a lamp"]
 
 
 def flat(options: Mapping[str, object]) -> list[str]:
@@ -82,12 +80,7 @@ def run(folder: Path, command: str, **options: object) -> Finished:
 
 def rows_with(rows: list[Row], **fields: object) -> list[Row]:
     """Find the rows whose fields have these values."""
-    found = []
-    for row in rows:
-        values = {name: row[name] for name in fields}
-        if values == fields:
-            found.append(row)
-    return found
+    return [row for row in rows if fields.items() <= row.items()]
 
 
 def values_of(rows: list[Row], field: str) -> list:
@@ -106,16 +99,10 @@ def rows_by(rows: list[Row], *fields: str) -> dict[tuple, Row]:
 
 
 def trained(
-    pretrained: Pretrained, seed: int = 0, recipe: Recipe | None = None
+    pretrained: Pretrained, seed: int = 0, recipe: Recipe = MAXIMUM_LIKELIHOOD
 ) -> AdaptedModel:
     """Fine-tune a tiny model on all training texts."""
     return fine_tune(pretrained, pretrained.data[TRAIN], seed, recipe)
-
-
-def trained_again(model: AdaptedModel, recipe: Recipe) -> AdaptedModel:
-    """Fine-tune the same tiny model by another recipe."""
-    assert model.retrained is not None
-    return model.retrained(recipe)
 
 
 def training_texts(pretrained: Pretrained) -> DataLoader:
@@ -136,19 +123,13 @@ def probabilities_of(model: AdaptedModel, texts: Iterable[Any]) -> Tensor:
 
 def assert_sum_to_1(probabilities: Tensor) -> None:
     """Demand that the probabilities of each text's classes sum to 1."""
-    sums = probabilities.sum(-1)
-    ones = torch.ones_like(sums)
     # In float32, of many draws.
-    torch.testing.assert_close(sums, ones, rtol=0, atol=2e-5)
+    assert (probabilities.sum(-1) - 1).abs().max() < 2e-5
 
 
 def drawn_logits(members: Members, batch: Any) -> Tensor:
     """Compute a batch's logits by each member, `(members, texts, classes)`."""
-    drawn = []
-    for logits_of in members.logits():
-        logits = logits_of(batch)
-        drawn.append(logits.detach())
-    return torch.stack(drawn)
+    return torch.stack([logits_of(batch).detach() for logits_of in members.logits()])
 
 
 def copied(model: nn.Module) -> Weights:
@@ -162,35 +143,6 @@ def assert_same(model: nn.Module, before: Weights) -> None:
     assert after.keys() == before.keys()
     for name, weight in before.items():
         assert torch.equal(after[name], weight), name
-
-
-def pool(count: int = 40) -> list[Documented]:
-    """Make names and summaries, of three files by turns."""
-    documented = []
-    for number in range(count):
-        one = Documented(
-            f"name {number}", f"Summary {number}.", Path(f"file{number % 3}")
-        )
-        documented.append(one)
-    return documented
-
-
-def small_shape(**changes: Any) -> Shape:
-    """Choose the smallest sizes that a fit needs."""
-    sizes = {
-        "hidden_size": 32,
-        "layers": 1,
-        "intermediate_size": 40,
-        "heads": 1,
-        "vocabulary": 50,
-        "rank": 4,
-        "target_modules": ("q_proj", "v_proj"),
-        "classes": 3,
-        "batch_size": 2,
-        "length": 6,
-        "dtype": "float32",
-    }
-    return Shape(**(sizes | changes))
 
 
 def save_tiny_models(folder: Path) -> dict[bool, Path]:
@@ -239,96 +191,78 @@ def arc_row(
 ) -> dict[str, Any]:
     """Make a row of ARC, which labels its choices by letters or digits."""
     return {
-        "id": "1",
         "question": question,
         "choices": {"text": choices, "label": list(labels)},
         "answerKey": answer,
     }
 
 
-def winogrande_row(answer: str) -> dict[str, str]:
-    """Make a row of WinoGrande."""
-    return {
-        "sentence": "As _ was low it fell.",
-        "option1": "cup",
-        "option2": "shelf",
-        "answer": answer,
-    }
-
-
-WINOGRANDE_ROWS = [winogrande_row("2"), winogrande_row("1")]
-WINOGRANDE_PROMPT = f"{SELECT} As _ was low it fell. Choices: A. cup. B shelf. Answer:"
-WINOGRANDE_EXAMPLES = [(WINOGRANDE_PROMPT, 1), (WINOGRANDE_PROMPT, 0)]
-ARC_ROWS = [
-    arc_row("What grows?", FRUIT, "C"),
-    arc_row("What grows?", FRUIT, "2", labels="1234"),
-    arc_row("Three?", FRUIT[:3], "A", labels="ABC"),
-    arc_row("Five?", [*FRUIT, "ice"], "E", labels="ABCDE"),
-]
+OF_WINOGRANDE = {
+    "sentence": "As _ was low it fell.",
+    "option1": "cup",
+    "option2": "shelf",
+}
+OF_WINOGRANDE_PROMPT = (
+    f"{SELECT} As _ was low it fell. Choices: A. cup. B shelf. Answer:"
+)
 FRUIT_PROMPT = (
     f"{SELECT} What grows? Choices: A. a pear. B. a stone. C. a spoon. D. a lamp. "
     "Answer:"
 )
-# The questions with three and five choices are left out.
-ARC_EXAMPLES = [(FRUIT_PROMPT, 2), (FRUIT_PROMPT, 1)]
-OPENBOOKQA_ROWS = [
-    {
-        "id": "5",
-        "question_stem": "To sleep one",
-        "choices": {
-            "text": ["runs.", "lies", "eats", "sits"],
-            "label": ["A", "B", "C", "D"],
-        },
-        "answerKey": "B",
-    }
-]
-OPENBOOKQA_PROMPT = (
-    f"{SELECT} To sleep one Choices: A. runs. B. lies. C. eats. D. sits. Answer:"
-)
 BOOLQ_ROWS = [
     # As SuperGLUE has it.
-    {
-        "question": "is ice cold",
-        "passage": "Ice is frozen water.",
-        "label": 1,
-        "idx": 0,
-    },
+    {"question": "is ice cold", "passage": "Ice is frozen water.", "label": 1},
     # As the original data have it.
     {"question": "is ice cold", "passage": "Ice is frozen water", "answer": False},
-]
-BOOLQ_PAIRS = [
-    (("Ice is frozen water.", "is ice cold"), 1),
-    (("Ice is frozen water", "is ice cold"), 0),
 ]
 BOOLQ_PROMPT = (
     "Answer the question with only True or False: is ice cold "
     "Context: Ice is frozen water."
 )
-PROMPTS = (WINOGRANDE_PROMPT, FRUIT_PROMPT, OPENBOOKQA_PROMPT, BOOLQ_PROMPT)
-PAIR_ROWS = [
-    {"sentence1": "It rains.", "sentence2": "It is wet.", "label": 1, "idx": 0},
-    {"sentence1": "It rains.", "sentence2": "It is wet.", "label": 0, "idx": 1},
-]
-PAIRS = [(("It rains.", "It is wet."), 1), (("It rains.", "It is wet."), 0)]
-COLA_ROWS = [{"sentence": "Him sleeps.", "label": 0, "idx": 3}]
-# More than the two sentences, which are all that is read.
-WIC_FIELDS = {"word": "rain", "start1": 3, "start2": 0, "end1": 8, "end2": 2}
-WIC_ROWS = [row | WIC_FIELDS for row in PAIR_ROWS]
-
-# For each of the paper's tasks its rows, and what the paper keeps of them.
+# Rows of several tasks, and what the paper keeps of them.
+WINOGRANDE = (
+    [OF_WINOGRANDE | {"answer": answer} for answer in "21"],
+    [(OF_WINOGRANDE_PROMPT, 1), (OF_WINOGRANDE_PROMPT, 0)],
+)
+ARC = (
+    [
+        arc_row("What grows?", FRUIT, "C"),
+        arc_row("What grows?", FRUIT, "2", labels="1234"),
+        # Questions with three and five choices are left out.
+        arc_row("Three?", FRUIT[:3], "A", labels="ABC"),
+        arc_row("Five?", [*FRUIT, "ice"], "E", labels="ABCDE"),
+    ],
+    [(FRUIT_PROMPT, 2), (FRUIT_PROMPT, 1)],
+)
+PAIRS = (
+    [
+        {"sentence1": "It rains.", "sentence2": "It is wet.", "label": label}
+        for label in (1, 0)
+    ],
+    [(("It rains.", "It is wet."), 1), (("It rains.", "It is wet."), 0)],
+)
 ROWS = {
-    "winogrande_s": (WINOGRANDE_ROWS, WINOGRANDE_EXAMPLES),
-    "winogrande_m": (WINOGRANDE_ROWS, WINOGRANDE_EXAMPLES),
-    "arc_easy": (ARC_ROWS, ARC_EXAMPLES),
-    "arc_challenge": (ARC_ROWS, ARC_EXAMPLES),
-    "obqa": (OPENBOOKQA_ROWS, [(OPENBOOKQA_PROMPT, 1)]),
+    "winogrande_s": WINOGRANDE,
+    "winogrande_m": WINOGRANDE,
+    "arc_easy": ARC,
+    "arc_challenge": ARC,
+    "obqa": (
+        [arc_row("", FRUIT, "B") | {"question_stem": "What grows?"}],
+        [(FRUIT_PROMPT, 1)],
+    ),
     "boolq": (BOOLQ_ROWS, [(BOOLQ_PROMPT, 1), (BOOLQ_PROMPT, 0)]),
-    "mrpc": (PAIR_ROWS, PAIRS),
-    "rte": (PAIR_ROWS, PAIRS),
-    "cola": (COLA_ROWS, [("Him sleeps.", 0)]),
-    "wic": (WIC_ROWS, PAIRS),
-    "wnli": (PAIR_ROWS, PAIRS),
-    "boolq_pairs": (BOOLQ_ROWS, BOOLQ_PAIRS),
+    "mrpc": PAIRS,
+    "rte": PAIRS,
+    "cola": ([{"sentence": "Him sleeps.", "label": 0}], [("Him sleeps.", 0)]),
+    "wic": PAIRS,
+    "wnli": PAIRS,
+    "boolq_pairs": (
+        BOOLQ_ROWS,
+        [
+            (("Ice is frozen water.", "is ice cold"), 1),
+            (("Ice is frozen water", "is ice cold"), 0),
+        ],
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""The experiment on rivals at its smallest, and the text of several seeds."""
+"""The experiment on rivals at its smallest."""
 
 from benchmarks.methods import CALIBRATED, CURVATURES
 from benchmarks.methods.priors import BY_TRAINING, LINKS
@@ -19,24 +19,16 @@ def expected_rows():
                     yield method.key, prior.key, link
 
 
-def test_the_benchmark_measures_every_method(tmp_path, tiny_models):
-    finished = run(
-        tmp_path / "results",
-        "calibration",
-        task="choices",
-        model=tiny_models[True],
-        train_examples=10,
-        test_examples=12,
-        shifted_examples=8,
-        files_per_library=30,
-        steps=3,
-        checkpoints=2,
-        cache=tmp_path / "cache",
-    )
+def test_the_benchmark_measures_every_method(tmp_path, choices):
+    options = choices | {"steps": 3, "checkpoints": 2}
+    finished = run(tmp_path / "results", "calibration", **options)
     rows = rows_by(finished.figures["methods"], "method", "prior", "link")
     assert set(rows) == set(expected_rows())
+    assert rows["map", "", ""]["forward_passes"] == 1
     for row in rows.values():
         assert 0 < row["nll"] < 50
+        assert row["fit_seconds"] > 0
+        assert row["trainings"] is None
         if row["method"] in LOW_RANK:
             assert row["regret"] >= 0  # the grid of factors has 1 in it
         else:

@@ -1,4 +1,4 @@
-"""The experiment on costs at its smallest, with rivals that fail."""
+"""The experiment on costs at its smallest."""
 
 from itertools import product
 
@@ -7,19 +7,8 @@ import torch
 from torch.testing import assert_close
 
 from benchmarks.methods import COSTS, METHODS, posterior
-from benchmarks.random_models import random_llama, random_loader
-from tests.benchmarks.support import probabilities_of, rows_by, run, small_shape
-
-SMALL = {
-    "hidden_sizes": 32,
-    "layers": 1,
-    "dtypes": "float32",
-    "batch_size": 2,
-    "batches": 1,
-    "length": 6,
-    "classes": 3,
-    "repetitions": 2,
-}
+from benchmarks.random_models import Shape, random_llama, random_loader
+from tests.benchmarks.support import probabilities_of, rows_by, run
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -27,10 +16,9 @@ def test_the_benchmark_writes_table_and_figures(tmp_path):
     keys = ["bare", "lowrank_kron", "stock_kron"]
     finished = run(
         tmp_path / "results",
-        "cost",
-        **SMALL,
+        "cost --hidden-sizes 32 --layers 1 --dtypes float32 --batch-size 2 --batches 1 "
+        "--length 6 --classes 3 --repetitions 2 --prediction-batch-sizes 1 2",
         contestants=keys,
-        prediction_batch_sizes=[1, 2],
     )
     figures = finished.figures
     assert not figures["failures"]
@@ -58,7 +46,7 @@ def test_the_benchmark_writes_table_and_figures(tmp_path):
 
 @pytest.mark.parametrize("key", [method.key for method in COSTS])
 def test_every_rival_predicts_a_distribution_broader_than_the_models(key):
-    shape = small_shape(layers=2)
+    shape = Shape(32, 2, 40, heads=1, vocabulary=50, classes=3, batch_size=2, length=6)
     (batch,) = random_loader(shape, 1, "cpu", seed=1, batch_size=5)
     model = random_llama(shape, "cpu", 0)
     expected = probabilities_of(model, [batch])

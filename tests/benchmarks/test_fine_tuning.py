@@ -4,18 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 from torch.distributions import Categorical
 
 import benchmarks.fine_tuning as fine_tuning_module
-from benchmarks.fine_tuning import TEST, TRAIN, fine_tune
-from benchmarks.methods import METHODS, posterior, priors
-from benchmarks.methods.method import fit_temperature, labels_of
-from benchmarks.methods.priors import GRID, by_tfb_rule
+from benchmarks.fine_tuning import TRAIN, fine_tune
+from benchmarks.methods import METHODS, posterior
+from benchmarks.methods.method import fit_temperature
 from benchmarks.tasks.paper import PAPER_TASKS
-from laplace_lora_ext import Moments
 from tests.benchmarks.support import assert_sum_to_1, predicted, trained, training_texts
-from tests.support.posteriors import generator
 
 
 # One of each kind: choices' letters, true or false, one sentence, and pairs.
@@ -31,48 +27,14 @@ def test_every_kind_of_task_of_the_paper_runs_on_a_tiny_model(name, prepared):
     model = trained(pretrained)
     la = posterior("lowrank_kron").build(model)
     la.fit(texts)
-    found = [predicted(METHODS["map"].fit(model, texts), texts)]
-    labels = labels_of(pretrained.data[TRAIN])
-    for prediction in priors.predictions(la, None, {TEST: texts}, labels):
-        found.append(prediction.probabilities[TEST])
-    shape = (len(pretrained.task.train), len(PAPER_TASKS[name].classes))
-    for probabilities in found:
-        assert probabilities.shape == shape
+    (batch,) = texts
+    of_map = predicted(METHODS["map"].fit(model, texts), texts)
+    for probabilities in (of_map, la(batch, link_approx="probit")):
+        assert probabilities.shape == (
+            len(batch["labels"]),
+            len(PAPER_TASKS[name].classes),
+        )
         assert_sum_to_1(probabilities)
-
-
-# --- TFB's rule -----------------------------------------------------------------------
-
-N_TEXTS = 200
-
-
-class VarianceOfThePrior:
-    """A posterior with the variance of its prior alone, that notes what is tried."""
-
-    def __init__(self) -> None:
-        self.f_mu = torch.randn(N_TEXTS, 3, generator=generator(1))
-        self.tried: list[Tensor] = []
-
-    def moments(self, prior_precision: Tensor) -> Moments:
-        self.tried.append(prior_precision)
-        variance = torch.eye(3) / prior_precision
-        return Moments(self.f_mu, variance.expand(N_TEXTS, 3, 3))
-
-    def n_changed(self, prior_precision: Tensor) -> int:
-        """Count the texts whose class ten draws of the logits change."""
-        noise = torch.randn((10, N_TEXTS, 3), generator=generator(0))
-        p = (self.f_mu + noise / prior_precision.sqrt()).softmax(-1).mean(0)
-        return int((p.argmax(-1) != self.f_mu.argmax(-1)).sum())
-
-
-def test_tfbs_rule_takes_the_smallest_prior_precision_that_changes_few_classes():
-    la = VarianceOfThePrior()
-    chosen = by_tfb_rule(None, la)
-    assert torch.equal(torch.cat(la.tried), GRID[: len(la.tried)])
-    assert torch.equal(chosen, la.tried[-1])
-    *before, last = map(la.n_changed, la.tried)
-    # 1 % of the texts.
-    assert last <= 2 < min(before)
 
 
 # --- ensembles ------------------------------------------------------------------------
@@ -103,18 +65,14 @@ def test_ensembles_average_probabilities_of_the_same_step(of_seeds, predicted_by
         assert torch.allclose(found, of_each.mean(0))
 
 
-def test_an_ensemble_of_checkpoints_has_the_last_three(of_seeds, predicted_by):
+def test_checkpoints_are_averaged_and_dropout_leaves_the_model_in_evaluation(
+    of_seeds, predicted_by
+):
     model, *_ = of_seeds
     # The checkpoints share one model: each is predicted by before the next is set.
     of_steps = [predicted_by("map", model.at(step)) for step in (2, 3, 4)]
     found = predicted_by("checkpoint_ensemble", model)
     assert torch.allclose(found, torch.stack(of_steps).mean(0))
-
-
-def test_dropout_while_predicting_leaves_the_model_in_evaluation(
-    of_seeds, predicted_by
-):
-    model, *_ = of_seeds
     of_map = predicted_by("map", model)
     assert not torch.allclose(predicted_by("mc_dropout", model), of_map, atol=1e-6)
     assert not model.model.training

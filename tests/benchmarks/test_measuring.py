@@ -2,12 +2,11 @@
 
 import os
 import time
-from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 import torch
 
-from benchmarks.measuring import Message, peak_memory, run_alone, run_limited
+from benchmarks.measuring import Message, peak_memory, run_limited
 
 
 def sleep_after_message(seconds):
@@ -18,10 +17,6 @@ def sleep_after_message(seconds):
 
 def leave():
     os._exit(3)
-
-
-def fail(text):
-    raise ValueError(text)
 
 
 def test_what_was_sent_before_a_failure_counts():
@@ -35,14 +30,6 @@ def test_what_was_sent_before_a_failure_counts():
     messages, reason = run_limited(sleep_after_message, (60,), limit=3.0)
     assert messages in (sent, [])  # the limit may be over before the process has begun
     assert reason == "took longer than the limit of 3 s"
-
-
-def test_a_process_of_its_own_returns_or_raises_what_a_call_would():
-    assert run_alone(sorted, [2, 1]) == [1, 2]
-    with pytest.raises(ValueError, match="its own words"):
-        run_alone(fail, "its own words")
-    with pytest.raises(BrokenProcessPool):
-        run_alone(leave)
 
 
 def test_the_peak_is_that_of_tensors_that_are_there_together():

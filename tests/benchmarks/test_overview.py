@@ -16,11 +16,8 @@ MAP = {
     "ece": 0.1,
     "regret": None,
     "fit_seconds": 1.0,
-    "predict_seconds": 2.0,
-    "forward_passes": 1.0,
 }
-OURS = {
-    **MAP,
+OURS = MAP | {
     "method": "lowrank_kron",
     "name": "lowrank_kron",
     "prior": "agreement",
@@ -29,31 +26,28 @@ OURS = {
 }
 
 
-def write(folder, task: str, losses: dict[int, float], kind: str = "calibration"):
+def write(folder, task: str, losses: list[float], file: str = "calibration.json"):
     """Write a run of MAP, with an NLL for each seed, and of ours with half of it.
 
     Ours is 1 at least.
     """
     rows = []
-    for seed, nll in losses.items():
-        of_map = MAP | {"seed": seed, "nll": nll}
-        half = nll / 2
-        ours = OURS | {"seed": seed, "nll": max(1.0, half), "regret": nll}
+    for seed, nll in enumerate(losses):
+        ours = OURS | {"seed": seed, "nll": max(1.0, nll / 2), "regret": nll}
         # A link that overviews don't show.
         by_draws = ours | {"link": "mc", "nll": 99.0}
-        rows += [of_map, ours, by_draws]
+        rows += [MAP | {"seed": seed, "nll": nll}, ours, by_draws]
     folder.mkdir()
-    figures = {"methods": rows, "task": {"name": task}}
-    file = folder / f"{kind}.json"
-    file.write_text(json.dumps(figures), encoding="utf-8")
+    content = json.dumps({"methods": rows, "task": {"name": task}})
+    (folder / file).write_text(content, encoding="utf-8")
     return folder
 
 
 def test_means_over_seeds_and_tasks_of_the_methods_that_are_shown(tmp_path):
     folders = [
-        write(tmp_path / "one", "first", {0: 1.0, 1: 3.0}),
-        write(tmp_path / "two", "second", {0: 4.0, 1: 4.0}),
-        write(tmp_path / "again", "first", {1: 3.0}, "stages"),  # counts once
+        write(tmp_path / "one", "first", [1.0, 3.0]),
+        write(tmp_path / "two", "second", [4.0, 4.0]),
+        write(tmp_path / "again", "first", [9.0], "stages.json"),  # counts once
     ]
     ours = "lowrank_kron, agreement, mean_field"
     finished = run(tmp_path / "out", "overview", runs=folders, ours=ours)
@@ -77,6 +71,7 @@ def test_means_over_seeds_and_tasks_of_the_methods_that_are_shown(tmp_path):
     (itself,) = rows_with(figures["against"], name=ours)
     assert against_map["runs"] == 4
     assert against_map["lower_nll"] == 3  # one is the same
+    assert against_map["median_nll_difference"] == -1.75
     assert against_map["lower_ece"] == 0  # all are the same
     assert against_map["regret"] is None
     assert against_map["fit_seconds"] == "1.000 to 1.000"

@@ -6,34 +6,24 @@ import pytest
 
 from tests.benchmarks.support import rows_by, rows_with, run, values_of
 
-pytestmark = pytest.mark.usefixtures("in_this_process")
-
-SMALL = {
-    "device": "cpu",
-    "hidden_size": 16,
-    "layers": 1,
-    "batches": 2,
-    "repetitions": 1,
-    "classes": [],
-    "lengths": [],
-    "processes": [],
-    "widths": [],
-}
+SMALL = (
+    "scale --quiet --device cpu --hidden-size 16 --layers 1 --batches 2 "
+    "--repetitions 1 --widths 16"
+)
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_every_series_at_small_sizes(tmp_path):
-    sizes = {"classes": [2, 30], "lengths": [8, 16], "processes": [1]}
-    finished = run(tmp_path, "scale --quiet", **SMALL | sizes | {"widths": [16]})
+    sizes = " --classes 2 30 --lengths 8 16 --processes 1"
+    finished = run(tmp_path, SMALL + sizes)
     rows = finished.rows
-    for row in rows:
-        assert row["seconds"] > 0
+    assert all(row["seconds"] > 0 for row in rows)
     assert "Against the number of classes" in finished.printed
 
     of_classes = rows_with(rows, against="classes")
     names = set(values_of(of_classes, "name"))
     assert len(of_classes) == 2 * len(names)
-    jobs = {"fit", "search", "exact prediction", "prediction by contrasts"}
-    assert jobs < names
+    assert {"fit", "search", "exact prediction", "prediction by contrasts"} < names
     of_forward = rows_with(of_classes, name="forward pass")
     assert values_of(of_forward, "forward_passes") == [1, 1]
     seconds_of = {row["size"]: row["seconds"] for row in of_forward}
@@ -56,6 +46,7 @@ def test_every_series_at_small_sizes(tmp_path):
     assert of_width["ratio"] == pytest.approx(ratio)
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_series_without_sizes_is_left_out(tmp_path):
-    finished = run(tmp_path, "scale --quiet", **SMALL | {"lengths": [8]})
-    assert set(values_of(finished.rows, "against")) == {"tokens of a text"}
+    finished = run(tmp_path, SMALL + " --classes --lengths --processes")
+    assert set(values_of(finished.rows, "against")) == {"width"}

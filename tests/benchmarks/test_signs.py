@@ -1,29 +1,30 @@
 """The experiment on how many passes a fit needs, at its smallest."""
 
 import pytest
+import transformers
 
 from benchmarks.experiments import signs
-from tests.benchmarks.support import rows_with, run, values_of
+from tests.benchmarks.support import rows_with, run, values_of, write_intents
 
 
 @pytest.fixture
-def experiment(intents, tmp_path, monkeypatch):
-    """Runs on made-up intents, with a tiny encoder."""
+def experiment(tiny_models, tmp_path, monkeypatch):
+    """Runs on made-up intents, with a tiny encoder that has no head yet."""
+    folder = tmp_path / "encoder"
+    for part in (transformers.AutoModel, transformers.AutoTokenizer):
+        part.from_pretrained(tiny_models[False]).save_pretrained(folder)
+    monkeypatch.setattr("benchmarks.models.encoder_folder", lambda: folder)
     # Hardly trained, its curvature is small.
     monkeypatch.setattr(signs, "BROAD", 1e-9)
 
     def measure(n_intents):
+        write_intents({"travel": "abcde"[:n_intents]}, 4, tmp_path)
         finished = run(
-            tmp_path / f"results of {n_intents}",
-            "signs --quiet",
-            task="clinc150",
-            data=intents(n_intents),
+            tmp_path / "results",
+            "signs --quiet --task clinc150 --steps 3 --checkpoints 1 --passes 1 3",
+            data=tmp_path,
             train_examples=4 * n_intents,
             test_examples=2 * n_intents,
-            steps=3,
-            checkpoints=1,
-            passes=[1, 3],
-            draws=2,
             cache=tmp_path / "cache",
         )
         return finished.rows

@@ -4,23 +4,28 @@ import random
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from benchmarks.fine_tuning import TRAIN, prepare
 from benchmarks.tasks import TASKS
-from benchmarks.tasks.intents import mistyped
+from benchmarks.tasks.docstrings import Documented
+from benchmarks.tasks.multiple_choice import ARC_EASY_TASKS, KEPT_CHOICES
 from benchmarks.tasks.names import asked_for_choice, asked_for_match
 from benchmarks.tasks.numpydoc import SECTION_OF
-from benchmarks.tasks.paper import PAPER_TASKS, read_paper_task
-from benchmarks.tasks.paper_prompts import LETTERS
+from benchmarks.tasks.paper import LETTERS, PAPER_TASKS, read_paper_task
+from benchmarks.tasks.sentences import mistyped
 from benchmarks.tasks.task import Example, Task
+from laplace_lora_ext.models.logits_model import LogitsModel
 from tests.benchmarks.support import (
-    PROMPTS,
     ROWS,
+    arc_row,
     parsed,
-    pool,
+    rows_by,
+    run,
     write_intents,
     write_rows,
     write_task,
@@ -44,12 +49,6 @@ def labels_of(examples: Sequence[Example]) -> list:
 # --- sets of libraries ----------------------------------------------------------------
 
 
-def balanced(name: str, n_classes: int, files: int, seed: int = 1) -> Task:
-    """Draw a training text of each class, and two test texts."""
-    sizes = {"train_examples": n_classes, "test_examples": 2 * n_classes}
-    return read_task(name, seed, files_per_library=files, **sizes)
-
-
 # How many classes each task of balanced ones has, and how many files of a library it
 # needs.
 @pytest.mark.parametrize(
@@ -66,7 +65,12 @@ def balanced(name: str, n_classes: int, files: int, seed: int = 1) -> Task:
     ],
 )
 def test_sets_are_balanced_and_disjoint(name, n_classes, files):
-    task = balanced(name, n_classes, files)
+    def balanced(seed: int) -> Task:
+        """Draw a training text of each class, and two test texts."""
+        sizes = {"train_examples": n_classes, "test_examples": 2 * n_classes}
+        return read_task(name, seed, files_per_library=files, **sizes)
+
+    task = balanced(1)
     each_once = list(range(n_classes))
     assert len(task.classes) == n_classes
     assert sorted(labels_of(task.train)) == each_once
@@ -76,8 +80,8 @@ def test_sets_are_balanced_and_disjoint(name, n_classes, files):
     assert len(lower) == 3 * n_classes
     # These are read so quickly that they can be read again.
     if files == 5:
-        assert balanced(name, n_classes, files) == task
-        assert balanced(name, n_classes, files, seed=2).train != task.train
+        assert balanced(1) == task
+        assert balanced(2).train != task.train
 
 
 @pytest.mark.parametrize("name", ["docstrings", "names", "choices"])
@@ -90,7 +94,6 @@ def test_shifted_texts_are_of_another_library(name):
         # matplotlib is none of the libraries to choose from.
         assert labels == [None] * 5
     assert len(texts_of(task.train, task.test)) == 15
-    assert task.is_prompt == (name == "choices")
 
 
 def test_texts_of_an_unseen_library_are_none_of_the_others_and_have_their_labels():
@@ -100,19 +103,24 @@ def test_texts_of_an_unseen_library_are_none_of_the_others_and_have_their_labels
     unseen = task.shifted["sklearn"]
     assert 0 < len(unseen) <= 12
     assert texts_of(unseen).isdisjoint(texts_of(task.train, task.test))
-    assert "sklearn" not in SECTION_OF.libraries
     options = parsed("stages --quiet", task="sections", **sizes)
     of_library = list(SECTION_OF.find(["sklearn"], options, 0))
     for example in unseen:
         assert (task.classes[example.label], example.text) in of_library
 
 
+# Names and summaries of three files by turns.
+POOL = [
+    Documented(f"name {number}", f"Summary {number}.", Path(f"file{number % 3}"))
+    for number in range(40)
+]
+
+
 def test_half_of_the_names_fit_and_the_others_are_of_the_same_file():
-    documented = pool()
-    file_of = {one.name: one.file for one in documented}
-    examples = list(asked_for_match(documented, random.Random(0)))
+    file_of = {one.name: one.file for one in POOL}
+    examples = list(asked_for_match(POOL, random.Random(0)))
     assert sum(labels_of(examples)) == len(examples) / 2
-    for one, example in zip(documented, examples, strict=True):
+    for one, example in zip(POOL, examples, strict=True):
         name, summary = example.text
         assert summary == one.summary
         assert (name == one.name) == bool(example.label)
@@ -120,9 +128,8 @@ def test_half_of_the_names_fit_and_the_others_are_of_the_same_file():
 
 
 def test_one_of_four_names_is_right():
-    documented = pool()
-    examples = asked_for_choice(documented, random.Random(0))
-    for one, example in zip(documented, examples, strict=True):
+    examples = asked_for_choice(POOL, random.Random(0))
+    for one, example in zip(POOL, examples, strict=True):
         choices = re.findall(r"([A-D])\. (name \d+)\.", example.text)
         letters, names = zip(*choices, strict=True)
         assert list(letters) == list(LETTERS)
@@ -143,11 +150,11 @@ def test_rows_become_the_papers_prompts_and_pairs(name, tmp_path, monkeypatch):
     task = read_paper_task(name, tmp_path)
     assert task.train == examples
     assert task.test == examples[:1]
-    assert task.is_prompt == (examples[0].text in PROMPTS)
+    assert task.is_prompt == ("Answer" in examples[0].text)
     assert all(0 <= example.label < len(task.classes) for example in examples)
     # What is cut of a long prompt is not where the answer comes from.
-    ends_with_choices = paper.is_prompt and name != "boolq"
-    assert paper.truncation_side == ("left" if ends_with_choices else "right")
+    ends_with_choices = task.is_prompt and name != "boolq"
+    assert task.truncation_side == ("left" if ends_with_choices else "right")
 
     asked = []
 
@@ -164,23 +171,7 @@ def test_rows_become_the_papers_prompts_and_pairs(name, tmp_path, monkeypatch):
     assert asked == [(*place, "train"), (*place, "validation")]
 
 
-# --- intents --------------------------------------------------------------------------
-
-# Two domains of two intents, and texts out of scope.
-INTENTS = {
-    "travel": ["visa", "flight"],
-    "banking": ["balance", "transfer"],
-    "oos": ["oos"],
-}
-
-
-@pytest.fixture
-def read_intents(tmp_path):
-    """Reads one of the tasks of intents, from made-up texts."""
-    write_intents(INTENTS, 4, tmp_path)
-    return lambda name="travel", seed=0: read_task(
-        name, seed, data=tmp_path, train_examples=6
-    )
+# --- published sentences --------------------------------------------------------------
 
 
 def words_of(examples: Sequence[Example], place: int) -> set[str]:
@@ -192,17 +183,28 @@ def assert_balanced(task: Task, classes: list[str]) -> None:
     """Demand as many training texts of each class, and splits of their own."""
     assert list(task.classes) == classes
     assert labels_of(task.train) == 3 * [0, 1]
-    for example in (*task.train, *task.test):
+    for example in (*task.train, *task.test, *task.further):
         assert task.classes[example.label] in example.text
     assert words_of(task.train, 0) == {"train"}
     assert words_of(task.test, 0) == {"test"}
+    assert texts_of(task.train).isdisjoint(texts_of(task.further))
 
 
-def test_intents_of_a_domain_are_balanced_and_come_from_their_own_splits(read_intents):
-    task = read_intents()
+def test_intents_of_a_domain_are_balanced_and_others_are_foreign(tmp_path):
+    intents = {"travel": ["visa", "flight"], "banking": ["balance"], "oos": ["oos"]}
+    write_intents(intents, 4, tmp_path)
+    options = {"data": tmp_path, "train_examples": 6}
+    task = read_task("travel", **options)
     assert_balanced(task, ["flight", "visa"])
-    assert read_intents() == task
-    assert read_intents(seed=1).train != task.train
+    assert read_task("travel", **options) == task
+    assert read_task("travel", seed=1, **options).train != task.train
+    assert words_of(task.shifted["oos"], 1) == {"oos"}
+    assert words_of(task.shifted["other domains"], 1) == {"balance"}
+    for right, typed in zip(task.test, task.shifted["typos"], strict=True):
+        assert typed.label == right.label
+        assert sorted(typed.text) == sorted(right.text)
+    # Of all intents none are left.
+    assert list(read_task("clinc150", **options).shifted) == ["oos", "typos"]
 
 
 def test_sentences_are_balanced_in_training_and_all_there_in_the_test(tmp_path):
@@ -217,25 +219,11 @@ def test_sentences_are_balanced_in_training_and_all_there_in_the_test(tmp_path):
     assert sorted(labels_of(task.test)) == [0, 0, 0, 0, 1]
     assert_balanced(task, ["entity", "human"])
     # Of twelve texts six are left, whose labels are as they come.
-    assert not {each.text for each in task.further} & {each.text for each in task.train}
     assert sorted(labels_of(task.further)) == [0, 0, 0, 0, 1, 1]
-    for each in task.further:
-        assert task.classes[each.label] in each.text
+    assert not task.shifted
 
 
-def test_intents_of_other_domains_are_foreign(read_intents):
-    shifted = read_intents().shifted
-    assert words_of(shifted["oos"], 1) == {"oos"}
-    assert words_of(shifted["other domains"], 1) == {"balance", "transfer"}
-    # Of all intents none are left.
-    assert list(read_intents("clinc150").shifted) == ["oos", "typos"]
-
-
-def test_typos_are_within_the_longer_words(read_intents):
-    task = read_intents()
-    for right, typed in zip(task.test, task.shifted["typos"], strict=True):
-        assert typed.label == right.label
-        assert sorted(typed.text) == sorted(right.text)
+def test_typos_are_within_the_longer_words():
     text = "how can i reschedule my flight"
     found = mistyped(text, random.Random(1))
     assert found != text
@@ -245,6 +233,80 @@ def test_typos_are_within_the_longer_words(read_intents):
         assert len(word) >= 4 or typed == word
 
 
-def test_intents_without_a_folder_say_what_to_give():
+@pytest.mark.parametrize("name", ["travel", "obqa_texts"])
+def test_what_no_hub_has_says_what_to_give(name):
     with pytest.raises(SystemExit, match="give --data FOLDER"):
-        read_task("travel")
+        read_task(name)
+
+
+# --- multiple choice ------------------------------------------------------------------
+
+MULTIPLE_CHOICE = (*ARC_EASY_TASKS, *KEPT_CHOICES)
+# One is longer than the others, by several tokens.
+CHOICES = ["a pear", "a stone", "a spoon and a lamp", "a lamp"]
+N_QUESTIONS = {"train": 24, "test": 8}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """A folder of questions of each data set, of which one has three choices."""
+    root = tmp_path_factory.mktemp("data")
+    for task in MULTIPLE_CHOICE:
+        name, configuration = task.dataset
+        for split, count in N_QUESTIONS.items():
+            rows = [arc_row("What grows?", CHOICES[:3], answer="A", labels="ABC")]
+            for number in range(count):
+                question = f"What grows {number}?"
+                rows.append(arc_row(question, CHOICES, answer="ABCD"[number % 4]))
+            if "openbookqa" in name:
+                for row in rows:
+                    row["question_stem"] = row.pop("question")
+            write_rows(rows, root / name / configuration / f"{split}.jsonl")
+    return root
+
+
+@pytest.mark.parametrize("task", MULTIPLE_CHOICE, ids=lambda task: task.name)
+def test_each_question_stays_the_same_and_has_four_choices(task, data, tiny_models):
+    given = {"task": task.name, "data": data, "model": tiny_models[True]}
+    options = parsed("stages --quiet", **given)
+    found, again, other = (task.read(options, seed) for seed in (0, 0, 1))
+    # The question with three choices is left out.
+    assert len(found.train) == N_QUESTIONS["train"]
+    assert len(found.test) == N_QUESTIONS["test"]
+    assert again == found
+    assert other.train != found.train
+
+    pretrained = prepare(options, 0)
+    batch = next(iter(pretrained.loader(pretrained.data[TRAIN])))
+    model = LogitsModel(pretrained.load(), pretrained.class_token_ids)
+    assert model(batch).shape == (len(batch["labels"]), 4)
+    first = found.train[0]
+    if not found.has_choices:
+        assert " Choices: A. a pear." in first.text
+        return
+    choices = [f" {choice}" for choice in CHOICES]
+    assert list(first.choices) == choices
+    # All tokens of a choice are scored, and none of the question.
+    tokens = pretrained.tokenizer(choices, add_special_tokens=False)["input_ids"]
+    n_scored = batch["score_mask"][0].sum(-1)
+    assert n_scored.tolist() == [len(of_choice) for of_choice in tokens]
+
+
+def test_stages_measure_choices_of_their_own_and_shifted_ones(
+    data, tiny_models, tmp_path
+):
+    finished = run(
+        tmp_path / "results",
+        "stages --task obqa_texts --steps 6 --members 1 --smoothing",
+        data=data,
+        model=tiny_models[True],
+        cache=tmp_path / "cache",
+    )
+    rows = rows_by(finished.figures["methods"], "method", "prior")
+    assert ("staged_1_student", "swapped") in rows
+    # Long choices are far less probable than short ones to a model that has learnt
+    # nothing.
+    assert all(0 < row["nll"] < 100 for row in rows.values())
+    shifted = rows["staged_1", "held_out"]["shifted"]
+    assert set(shifted) == {"ARC-Easy", "ARC-Challenge"}
+    assert all("nll" in of_set for of_set in shifted.values())

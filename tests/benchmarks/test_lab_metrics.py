@@ -3,8 +3,13 @@
 import pytest
 import torch
 
-from benchmarks.methods.mahalanobis import distances
-from benchmarks.metrics import quality_with_aurc, queue, shift_detection, signs_of
+from benchmarks.metrics import (
+    distances,
+    quality_with_aurc,
+    queue,
+    shift_detection,
+    signs_of,
+)
 from tests.support.posteriors import generator
 
 PROBABILITIES = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.3, 0.7]])

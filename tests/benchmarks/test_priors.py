@@ -1,0 +1,69 @@
+"""What priors predict: from statistics, by passes, and by TFB's rule."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from benchmarks.methods.priors import GRID, LINKS, by_tfb_rule, data_of, predicted
+from laplace_lora_ext import Moments
+from tests.support.models import lora_model, ragged_batches, without_labels
+from tests.support.posteriors import fitted, generator
+
+# By default, from ten on not all are compared, and "probit" reads them all.
+N_CLASSES = 10
+
+
+@pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
+@pytest.mark.parametrize("link", LINKS)
+def test_several_priors_predict_many_classes_as_each_does_alone(structure, link):
+    batches = ragged_batches(n_classes=N_CLASSES)
+    la = fitted(
+        model=lora_model("bert", n_labels=N_CLASSES),
+        batches=batches,
+        structure=structure,
+    )
+    tried = [torch.tensor([value]) for value in (0.01, 300.0)]
+    data = data_of(la, {"texts": batches}, LINKS)
+    first, last = predicted(la, data["texts"], tried, link)
+    la.n_contrasts = N_CLASSES - 1
+    for prior_precision, found in zip(tried, (first, last), strict=True):
+        la.prior_precision = prior_precision
+        of_batches = [la(without_labels(each), link_approx=link) for each in batches]
+        # Statistics are kept in float32.
+        expected = torch.cat(of_batches).detach().double()
+        assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+    # Otherwise any of them would do.
+    assert not torch.allclose(first, last, rtol=1e-4, atol=1e-5)
+
+
+N_TEXTS = 200
+
+
+class VarianceOfThePrior:
+    """A posterior with the variance of its prior alone, that notes what is tried."""
+
+    def __init__(self) -> None:
+        self.f_mu = torch.randn(N_TEXTS, 3, generator=generator(1))
+        self.tried: list[Tensor] = []
+
+    def moments(self, prior_precision: Tensor) -> Moments:
+        self.tried.append(prior_precision)
+        variance = torch.eye(3) / prior_precision
+        return Moments(self.f_mu, variance.expand(N_TEXTS, 3, 3))
+
+    def n_changed(self, prior_precision: Tensor) -> int:
+        """Count the texts whose class ten draws of the logits change."""
+        noise = torch.randn((10, N_TEXTS, 3), generator=generator(0))
+        p = (self.f_mu + noise / prior_precision.sqrt()).softmax(-1).mean(0)
+        return int((p.argmax(-1) != self.f_mu.argmax(-1)).sum())
+
+
+def test_tfbs_rule_takes_the_smallest_prior_precision_that_changes_few_classes():
+    la = VarianceOfThePrior()
+    chosen = by_tfb_rule(None, la)
+    assert torch.equal(torch.cat(la.tried), GRID[: len(la.tried)])
+    assert torch.equal(chosen, la.tried[-1])
+    *before, last = map(la.n_changed, la.tried)
+    # 1 % of the texts.
+    assert last <= 2 < min(before)
