@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.batches import logits_of
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.tasks.classification import Classification
@@ -41,6 +42,11 @@ class PreferenceModel(LogitsModel):
 
     def _pairs(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return token ids and their mask, `(B, 2, T)`, of one of TRL's batches."""
+        if "margin" in batch:
+            warn(
+                'The likelihood "reward_modeling" has no margin: the batch\'s margin '
+                "is ignored."
+            )
         tokens = batch.get("input_ids")
         if tokens is None or tokens.ndim != 2 or len(tokens) % 2:
             raise ValueError(

@@ -149,3 +149,11 @@ def test_trls_batches_are_taken_as_they_come(labels):
 def test_a_guess_prefers_either_text_half_of_the_time():
     with pytest.warns(UserWarning, match=r"would be 0\.6931 without"):
         fit(reward_model())
+
+
+def test_margins_are_warned_of():
+    la = fit(reward_model())
+    batch = stacked()
+    batch["margin"] = torch.ones(N_PAIRS)
+    with pytest.warns(UserWarning, match="has no margin"):
+        la.fit([batch])
