@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.distributions import Categorical
+from torch.nn.functional import nll_loss
 
 import benchmarks.fine_tuning as fine_tuning_module
 from benchmarks.fine_tuning import TRAIN, fine_tune
@@ -117,7 +118,12 @@ def test_a_temperature_is_recovered_and_fitted_to_the_mean_of_members():
     labels = Categorical(logits=logits / 2.5).sample()
     for alike in (logits, torch.stack([logits, logits])):
         assert fit_temperature(alike, labels) == pytest.approx(2.5, rel=0.05)
-    # Not to each: opposite logits cancel at any temperature.
-    other = logits + 3 * torch.randn(logits.shape)
-    of_both = fit_temperature(torch.stack([logits, other]), labels)
-    assert of_both < fit_temperature(other, labels)
+    # Not to each: the probabilities are averaged.
+    members = torch.stack([logits, logits + 3 * torch.randn(logits.shape)])
+
+    def nll(temperature: float) -> float:
+        mean = (members / temperature).softmax(-1).mean(0)
+        return nll_loss(mean.log(), labels).item()
+
+    found = fit_temperature(members, labels)
+    assert nll(found) < min(nll(0.95 * found), nll(1.05 * found))
