@@ -109,7 +109,8 @@ def test_more_labels_choose_temperatures_of_the_model_that_has_all_texts(
 def test_stages_alone_have_a_temperature_with_the_penalty_and_other_posteriors(
     grammar, tmp_path
 ):
-    grammar |= {"steps": 120, "learning_rate": 0.03}  # until the model is surer than right
+    # Until the model is surer than right.
+    grammar |= {"steps": 120, "learning_rate": 0.03}
     command = "stages --members 1 --no-ordinary --no-students --smoothing"
     command += " --posteriors lowrank_kron head"
     finished = run(tmp_path / "results", command, **grammar)
