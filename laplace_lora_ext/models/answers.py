@@ -297,6 +297,11 @@ def last_real_position(inputs: Any) -> Tensor:
     if mask is None:
         last = text.shape[1] - 1
         return torch.full((len(text),), last, device=text.device)
+    if mask.shape != text.shape[:2]:
+        raise NotImplementedError(
+            f"An attention_mask of shape {tuple(mask.shape)} does not show where each "
+            f"text ends: pass one of shape {tuple(text.shape[:2])}."
+        )
     refuse_empty(mask)
     mask = mask.bool()
     positions = torch.arange(mask.shape[1], device=mask.device)
