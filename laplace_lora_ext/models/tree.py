@@ -310,12 +310,7 @@ def checkpointing(tree: Tree) -> Iterator[None]:
     training would change the logits. Here the layers stay in evaluation mode, and the
     model's own choice of `use_reentrant` does not matter.
     """
-    layers: list[Any] = [
-        module
-        for module in tree.modules
-        if isinstance(module, GradientCheckpointingLayer)
-        and module.gradient_checkpointing
-    ]
+    layers = checkpointed_layers(tree)
     # Others, such as accelerate, may have put a function of their own in its place.
     before = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
@@ -328,6 +323,16 @@ def checkpointing(tree: Tree) -> Iterator[None]:
                 del layer.forward
             else:
                 layer.forward = forward
+
+
+def checkpointed_layers(tree: Tree) -> list[Any]:
+    """List the layers that a model's training checkpoints now."""
+    return [
+        module
+        for module in tree.modules
+        if isinstance(module, GradientCheckpointingLayer)
+        and module.gradient_checkpointing
+    ]
 
 
 def _checkpointed(

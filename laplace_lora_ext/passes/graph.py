@@ -22,7 +22,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.batches import Positions
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.tree import checkpointing
+from laplace_lora_ext.models.tree import checkpointed_layers, checkpointing
 from laplace_lora_ext.models.weights import Block, LinearRows, read, without_rows
 
 # Rows that a backward pass should have: with fewer, products leave the machine half
@@ -290,8 +290,10 @@ class Graph:
         """Find out once whether several seeds can share a pass, and warn if not.
 
         Some kernels can't run under `torch.func.vmap`, such as those that write into
-        their arguments.
+        their arguments. Nor can checkpoints, which come and go.
         """
+        if checkpointed_layers(self.taps.model.tree):
+            return False
         layouts = self.taps.layouts
         if layouts.is_batchable is None:
 

@@ -228,6 +228,13 @@ def test_layers_are_computed_anew_give_the_same_numbers_and_stay_as_they_were(
     assert not any("forward" in vars(layer) for layer in layers)
 
 
+def test_layers_may_be_checkpointed_after_a_fit():
+    la = fitted("bert")
+    expected = la(first_batch(), link_approx="mean_field")
+    la.model.model.gradient_checkpointing_enable()
+    assert_close(la(first_batch(), link_approx="mean_field"), expected)
+
+
 class Checkpointing(nn.Module):
     """Checkpoints the middle of three layers in its own code, in training or not."""
 
