@@ -107,7 +107,10 @@ class Router(nn.Module):
         return self.output
 
 
-@pytest.mark.parametrize("routed", [(torch.zeros(4, 3), None), torch.zeros(())])
+# The last has the logits' shape, and is none of them.
+@pytest.mark.parametrize(
+    "routed", [(torch.zeros(4, 3), None), torch.zeros(()), torch.zeros(4, 3)]
+)
 def test_what_is_no_tensor_of_rows_is_passed_over(routed):
     plain = Routed(routed)
     X = torch.randn(4, 5)
