@@ -19,13 +19,9 @@ from laplace.curvature.curvlinops import CurvlinopsGGN
 from laplace.utils.matrix import Kron, KronDecomposed
 from torch import Tensor, nn
 
-from laplace_lora_ext.curvature.backend import LowRankKronGGN
+from laplace_lora_ext.curvature.backend import KFAC_APPROX, LowRankKronGGN
 from laplace_lora_ext.curvature.decomposed import LowRankKronDecomposed, diagonal_of
-from laplace_lora_ext.curvature.kron import (
-    KFAC_APPROX,
-    KroneckerBlock,
-    StreamingUpdates,
-)
+from laplace_lora_ext.curvature.kron import KroneckerBlock, StreamingUpdates
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.weights import check_in_place, check_with_biases, read
 from laplace_lora_ext.passes.graph import Rows, tapped

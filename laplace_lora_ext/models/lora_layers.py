@@ -543,8 +543,9 @@ def _select_heads(
     missing = [n for n in names if not any(each.is_named(n) for each in weights)]
     if missing or not weights:
         there = listed(sorted({each.known_as for each in weights}))
+        wanted = listed(sorted(missing)) or "at all"
         raise ValueError(
-            f"The adapter {adapter!r} has no modules_to_save {listed(sorted(missing))}:"
-            f" it was trained with {there or 'none'}."
+            f"The adapter {adapter!r} has no modules_to_save {wanted}: it was trained "
+            f"with {there or 'none'}."
         )
     return [each for each in weights if any(map(each.is_named, names))]

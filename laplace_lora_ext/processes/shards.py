@@ -30,6 +30,7 @@ Columns = tuple[Tensor, ...]
 
 _OWN = 2**40  # more examples than any rank has
 _BATCH_SIZE = 8  # where the loader has batches of many sizes
+_GENERATORS = random.Random, np.random.Generator, np.random.RandomState, torch.Generator
 # What a `DataLoader` is given apart from which examples it reads.
 _OF_LOADING = signature(DataLoader).parameters.keys() - {
     *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"),
@@ -224,7 +225,7 @@ def _of_all_ranks(sampler: Any) -> Any:
     for name, value in own.items():
         if name in ("batch_sampler", "sampler"):
             own[name] = _of_all_ranks(value)
-        elif isinstance(value, torch.Generator):
+        elif isinstance(value, _GENERATORS):
             own[name] = deepcopy(value)
     if "num_replicas" in own:  # torch's word
         n_examples = len(sampler.dataset)

@@ -435,7 +435,7 @@ def tied() -> nn.Module:
         (plain, ["score"], r"head\.0, .*head\.2, .*head\.4\."),
         # The beginning of a name.
         (plain, ["hea"], "no modules_to_save hea"),
-        (headless, True, "with none"),
+        (headless, True, "no modules_to_save at all"),
         (headless, ["head"], "none"),
         (with_norm, True, r"head\.0\.weight is a weight of LayerNorm"),
         (tied, True, r"head\S*\.4\.weight"),

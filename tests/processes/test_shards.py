@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -226,13 +227,16 @@ def test_labels_of_some_ranks_alone_are_refused():
 
 
 class Drawing(Sampler):
-    """Draws three examples by NumPy's random numbers."""
+    """Draws three examples by NumPy's generators, its own or the one of all."""
 
     n_passes = 0
 
+    def __init__(self, generator: Any = np.random) -> None:
+        self.generator = generator
+
     def __iter__(self) -> Iterator[int]:
         self.n_passes += 1
-        return iter(np.random.choice(20, 3, replace=False).tolist())
+        return iter(self.generator.choice(20, 3, replace=False).tolist())
 
     def __len__(self) -> int:
         return 3
@@ -262,6 +266,11 @@ GIVING = {
     ),
     "one's own": ({"sampler": Own()}, 2, [1, 3]),
     "one's own, at random": ({"sampler": Drawing()}, 3, ALL),
+    "one's own, with a generator": (
+        {"sampler": Drawing(np.random.default_rng(1))},
+        3,
+        np.random.default_rng(1).choice(20, 3, replace=False).tolist(),
+    ),
     "batches": ({"batch_size": 1, "batch_sampler": [[2, 0], [1]]}, 3, [0, 1, 2]),
     "batches after the first": (
         {"batch_size": 1, "batch_sampler": SkipBatchSampler([[2, 0], [1]], 1)},
