@@ -27,7 +27,6 @@ STRUCTURES = ["lowrank_kron", *HOSTS_STRUCTURES]
 # Where what is tested does not look into the curvature.
 OURS_AND_A_HOSTS = ["lowrank_kron", "kron"]
 KFAC_APPROX = ["gradient", "expand"]
-PRIORS = ["scalar", "layerwise"]
 # So few that each can be computed by hand.
 GRID = {"log_prior_prec_min": -2, "log_prior_prec_max": 2, "grid_size": 7}
 PRIORS_ALONE = GRID | {"optimize_scale": False}
