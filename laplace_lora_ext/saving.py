@@ -43,7 +43,6 @@ def write_state(state: Mapping[str, Any], folder: str | Path) -> None:
 
     content = json.dumps(state, default=plain)
     metadata = {"laplace_lora_ext": _VERSION, "state": content}
-    Path(folder).mkdir(parents=True, exist_ok=True)
     write_whole(Path(folder, FILE), safetensors.torch.save(tensors, metadata))
 
 
@@ -72,8 +71,10 @@ def read_state(folder: str | Path) -> dict[str, Any]:
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file beside its place, and put it there once it is whole.
 
-    Whatever interrupts this, the file that was there before is still there.
+    Its folder is made if need be. Whatever interrupts this, the file that was there
+    before is still there.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         beside.write_bytes(content)

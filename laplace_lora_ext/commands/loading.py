@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -11,7 +12,6 @@ from typing import Any, cast
 import torch
 from huggingface_hub.utils import enable_progress_bars
 from peft import PeftConfig, PeftModel, TaskType, load_peft_weights
-from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import (
     AutoConfig,
@@ -38,11 +38,9 @@ from laplace_lora_ext.commands.texts import (
     numbers_of,
     read_rows,
 )
-from laplace_lora_ext.messages import check_counts, listed
+from laplace_lora_ext.messages import listed
 from laplace_lora_ext.models.choices import class_tokens
 from laplace_lora_ext.saving import read_state
-
-_AT_ONCE = 1000  # texts that are tokenized to be counted
 
 
 @dataclass(frozen=True)
@@ -58,17 +56,21 @@ class Loaded:
         """Read rows, and the texts in them."""
         rows = read_rows(source)
         texts = column_of(rows, self.arguments.text_column or TEXT, source)
-        longest = _longest(self.model)
-        for start in range(0, len(texts), _AT_ONCE):
-            encoded = self.encoded(texts[start : start + _AT_ONCE])
-            for number, tokens in enumerate(encoded["input_ids"], start=start + 1):
-                if len(tokens) > longest:
-                    raise UsageError(
-                        f"Row {number} of {source} has {len(tokens)} tokens, and the "
-                        f"model takes {longest:.0f}: pass --max_length {longest:.0f} "
-                        "to cut such texts."
-                    )
+        if self.arguments.max_length is None:
+            self._check_lengths(texts, source)
         return rows, texts
+
+    def _check_lengths(self, texts: Sequence[str], source: str) -> None:
+        """Refuse texts for which the model may have no positions."""
+        of_model = getattr(self.model.config, "max_position_embeddings", math.inf)
+        longest = min(of_model, self.tokenizer.model_max_length)
+        for number, text in enumerate(texts, start=1):
+            n_tokens = len(self.tokenizer(text)["input_ids"])
+            if n_tokens > longest:
+                raise UsageError(
+                    f"Row {number} of {source} has {n_tokens} tokens, and the model "
+                    f"takes {longest}: pass --max_length {longest} to cut such texts."
+                )
 
     def labelled_texts(self, source: str) -> tuple[list[str], list[int]]:
         """Read texts, and their labels as numbers of classes."""
@@ -127,12 +129,11 @@ class Loaded:
     def posterior(self) -> laplace_lora_ext.LoRALaplace:
         """Load the posterior."""
         place = posterior_folder(self.arguments)
-        answers: dict[str, Any] = {}
         # Others than those of the fit are refused.
-        if self.arguments.answers:
-            tokens = class_tokens(None, self.arguments.answers, self.tokenizer)
-            answers["class_token_ids"] = tokens
-        la = laplace_lora_ext.from_pretrained(self.model, place, **answers)
+        answers = class_tokens(None, self.arguments.answers, self.tokenizer)
+        la = laplace_lora_ext.from_pretrained(
+            self.model, place, class_token_ids=answers
+        )
         if la.likelihood != "classification":
             raise UsageError(
                 f"The posterior in {place} is of {la.likelihood}: the command line "
@@ -147,22 +148,18 @@ def load(arguments: ModelArguments) -> Loaded:
 
     What a posterior was fitted with need not be given again, and nothing else may be.
     """
-    try:
-        adapter = PeftConfig.from_pretrained(arguments.adapter)
-    except (ValueError, OSError) as error:
-        raise UsageError(
-            f"{arguments.adapter} holds no adapter: pass a folder with "
-            "adapter_config.json, or an adapter's name on the hub."
-        ) from error
+    adapter = PeftConfig.from_pretrained(arguments.adapter)
     if isinstance(arguments, PosteriorArguments):
         arguments = _with_saved(arguments)
-    check_counts(batch_size=arguments.batch_size)
-    if arguments.max_length is not None:
-        check_counts(max_length=arguments.max_length)
     tokenizer = _tokenizer(arguments, adapter)
     config = AutoConfig.from_pretrained(str(adapter.base_model_name_or_path))
     if adapter.task_type == TaskType.CAUSAL_LM:
-        cls, known = AutoModelForCausalLM, _answers(arguments)
+        cls, known = AutoModelForCausalLM, arguments.answers
+        if not known:
+            raise UsageError(
+                'A causal language model needs --answers, such as A B C D, or " yes" '
+                '" not at all".'
+            )
     elif adapter.task_type in (TaskType.SEQ_CLS, None):
         # In the order of the outputs, as transformers writes and reads them.
         cls = AutoModelForSequenceClassification
@@ -173,19 +170,11 @@ def load(arguments: ModelArguments) -> Loaded:
             "knows SEQ_CLS and CAUSAL_LM."
         )
     names = [name.strip() for name in arguments.class_names or known]
-    if len(set(names)) < len(names):
-        raise UsageError(
-            f"Two classes have the same name among {names}: pass --class_names."
-        )
     if cls is AutoModelForSequenceClassification:
         config.id2label = dict(enumerate(names))
         config.label2id = {name: number for number, name in enumerate(names)}
         if config.pad_token_id is None:
             config.pad_token_id = tokenizer.pad_token_id
-    elif len(names) != len(known):
-        raise UsageError(
-            f"--class_names has {len(names)} names for {len(known)} answers."
-        )
     try:
         model = _adapted(cls, config, arguments, adapter, len(tokenizer))
     except RuntimeError as error:
@@ -239,21 +228,6 @@ def quiet() -> Iterator[None]:
         logging.enable_progress_bar()
 
 
-def _answers(arguments: ModelArguments) -> list[str]:
-    """Return the answers of a language model, each of which has a text."""
-    if not arguments.answers:
-        raise UsageError(
-            'A causal language model needs --answers, such as A B C D, or " yes" " '
-            'not at all".'
-        )
-    if not all(map(str.strip, arguments.answers)):
-        raise UsageError(
-            f"An answer has no text among {arguments.answers}: leave it out of "
-            "--answers."
-        )
-    return list(arguments.answers)
-
-
 def posterior_folder(arguments: ModelArguments) -> str:
     """Return where the posterior is, by default beside the adapter."""
     return getattr(arguments, "posterior", None) or arguments.adapter
@@ -268,20 +242,15 @@ def _with_saved(arguments: ModelArguments) -> ModelArguments:
         raise UsageError(
             f"{place} holds no posterior: make one by laplace-lora calibrate."
         ) from error
-    own = {field.name: saved[field.name] for field in fields(TextArguments) if saved}
-    for name, value in own.items():
-        given = getattr(arguments, name)
-        if given is not None and given != value:
+    for field in fields(TextArguments) if saved else ():
+        of_fit, given = saved[field.name], getattr(arguments, field.name)
+        if given not in (None, of_fit):
             raise UsageError(
-                f"The posterior in {place} was fitted with --{name} "
-                f"{_as_written(value)}, and not {_as_written(given)}: leave it out."
+                f"The posterior in {place} was fitted with --{field.name} {of_fit!r}, "
+                f"and not {given!r}: leave it out."
             )
-    return replace(arguments, **own)
-
-
-def _as_written(value: Any) -> str:
-    """Write an option's value as the command line has it."""
-    return " ".join(map(repr, value)) if isinstance(value, list) else repr(value)
+        arguments = replace(arguments, **{field.name: of_fit})
+    return arguments
 
 
 def _settings_of(arguments: ModelArguments, config: PeftConfig) -> dict[str, Any]:
@@ -316,20 +285,6 @@ def _tokenizer(
         f"Neither {arguments.adapter} nor {config.base_model_name_or_path} has a "
         "tokenizer: save it beside the adapter by tokenizer.save_pretrained."
     )
-
-
-def _longest(model: nn.Module) -> float:
-    """Count the tokens for which a model has positions; infinite by default."""
-    longest = float("inf")
-    for name, module in model.named_modules():
-        is_of_positions = "position" in name or name.endswith("wpe")
-        if is_of_positions and isinstance(module, nn.Embedding):
-            # Positions of RoBERTa's kind begin behind that of padding, OPT's at 2.
-            first = getattr(module, "offset", 0)
-            if module.padding_idx is not None:
-                first = module.padding_idx + 1
-            longest = min(longest, module.num_embeddings - first)
-    return longest
 
 
 def check_new(

@@ -8,11 +8,9 @@ from html import escape
 from textwrap import shorten
 from typing import Any
 
-from torch import Tensor
-
 from laplace_lora_ext import plots
 from laplace_lora_ext.metrics import quality
-from laplace_lora_ext.plots import POSTERIOR, TEMPERATURE, TRAINED, Outcomes, log_of
+from laplace_lora_ext.plots import POSTERIOR, TEMPERATURE, Outcomes, log_of
 from laplace_lora_ext.predictive.predictions import Prediction
 
 _MEASURES = ("accuracy", "nll", "ece", "brier")
@@ -51,29 +49,25 @@ def verdict(results: Outcomes, logit_scale: float) -> str:
 
     `logit_scale` is the posterior's.
     """
-    sureness = {
-        name: p.max(-1).values.mean().item()
-        for name, p in results.probabilities.items()
-    }
-    is_right = results.prediction.labels == results.labels
+    prediction = results.prediction
+    claims = results.trained.amax(-1).mean().item()
+    claims_after = prediction.probabilities.amax(-1).mean().item()
+    is_right = prediction.labels == results.labels
     share = is_right.double().mean().item()
     first = (
         f"{share:.0%} of the answers are right: the trained model claims "
-        f"{sureness[TRAINED]:.0%}, the posterior {sureness[POSTERIOR]:.0%}. "
+        f"{claims:.0%}, the posterior {claims_after:.0%}. "
     )
-    if not results.prediction.epistemic_entropy.any():
+    if not prediction.epistemic_entropy.any():
         return first + (
             f"No variance was chosen: the posterior is a temperature of "
             f"{1 / logit_scale:.2g}, and tells no doubt about the weights."
         )
     if results.temperature is None:
         return first + "No temperature was chosen to compare it with."
-
-    def log_p_of_labels(name: str) -> Tensor:
-        log_p = log_of(results.probabilities[name])
-        return log_p.gather(1, results.labels[:, None])[:, 0]
-
-    gain = log_p_of_labels(POSTERIOR) - log_p_of_labels(TEMPERATURE)
+    of_temperature = log_of(results.probabilities[TEMPERATURE])
+    differences = log_of(prediction.probabilities) - of_temperature
+    gain = differences.gather(1, results.labels[:, None])
     mean = gain.mean().item()
     error = (gain.var(correction=0) / (len(gain) - 1)).sqrt().item()
     # The error of a single text is not a number.
@@ -91,13 +85,13 @@ def reason(prediction: Prediction, place: int, class_names: Sequence[str]) -> st
     p, classes = prediction.probabilities[place].topk(2)
     (first, second), (p_first, p_second) = classes.tolist(), p.tolist()
     epistemic = prediction.epistemic_entropy[place].item()
-    share = epistemic / prediction.total_entropy[place].clamp_min(1e-12).item()
     text = (
         f"{class_names[first]} ({p_first:.0%}) or {class_names[second]} "
         f"({p_second:.0%})"
     )
     if not epistemic:
         return text
+    share = epistemic / prediction.total_entropy[place].item()
     if share < 0.5:
         return f"{text}: {1 - share:.0%} of the doubt is about the text"
     return (
