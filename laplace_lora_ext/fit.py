@@ -27,7 +27,7 @@ from laplace_lora_ext.models.weights import Place, flatten_weights
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.processes.exchange import count, gathered, rank, together
 from laplace_lora_ext.processes.shards import Share
-from laplace_lora_ext.tasks.task import ClassCounts, Task
+from laplace_lora_ext.tasks.task import ClassCounts
 
 _LITTLE = 0.1  # probability of all answers together
 _GUESS = 0.99  # a loss from this share of the labels' entropy on is chance
@@ -216,7 +216,6 @@ class Sums:
     # For warnings at the end.
     answered: float = 0.0  # probability of all answers together, summed over texts
     n_texts: int = 0  # that have answers
-    all_binary: bool = True  # whether every label is 0 or 1
     class_counts: ClassCounts = field(default_factory=ClassCounts)
 
     def plus(self, other: Sums) -> Sums:
@@ -230,12 +229,11 @@ class Sums:
             called=self.called | other.called,
             answered=self.answered + other.answered,
             n_texts=self.n_texts + other.n_texts,
-            all_binary=self.all_binary and other.all_binary,
             class_counts=self.class_counts + other.class_counts,
         )
 
-    def warn(self, task: Task) -> None:
-        """Warn of rare answers, of chance, and of classes taken for numbers."""
+    def warn(self) -> None:
+        """Warn of rare answers, and of a loss that is no better than chance."""
         if self.n_texts and self.answered < _LITTLE * self.n_texts:
             warn(
                 "The tokens class_token_ids have only "
@@ -255,7 +253,6 @@ class Sums:
                 "labels are those of training. (A training with weights of classes can "
                 "have this effect, too.)"
             )
-        task.warn_of_all(self.all_binary)
 
 
 def loss_of_chance(class_counts: ClassCounts) -> float:
@@ -306,7 +303,7 @@ def sums_over(
         curvature = reduce(structure.merge, map(structure.unpack, packed))
     if not of_all.n_outputs:  # no batch has had anything to learn
         raise ValueError("No token of the data has a label: every label is -100.")
-    of_all.warn(structure.task)
+    of_all.warn()
     return replace(of_all, curvature=curvature, loss=of_all.loss.to(own.loss.device))
 
 
@@ -347,7 +344,6 @@ def _own_sums(
                         # One tensor for each pass that the batch took.
                         answered=sum(of_pass.sum().item() for of_pass in answered),
                         n_texts=sum(map(len, answered)),
-                        all_binary=bool(((y == 0) | (y == 1)).all()),
                         class_counts=structure.task.class_counts(y),
                     )
                     sums = sums.plus(of_batch)

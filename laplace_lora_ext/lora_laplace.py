@@ -243,7 +243,6 @@ class LoRALaplace(Posterior, Predictor):
         self.model = self.task.adapter(
             model, answers, dict_key_y, mask_token_id, adapter, normalised=normalised
         )
-        self.task.check_model(self.model)
         selection = target_modules, layers_to_transform, weight_names
         self.blocks = find_blocks(model, *selection, modules_to_save)
         warn_of_other_trainable(model, self.blocks)

@@ -8,7 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "laplace_lora_ext"
 # From the ground up: what a file imports is on its own floor, or below.
 FLOORS = [
-    {"messages", "rounding", "draws"},
+    {"messages"},
     {"processes"},
     {"models"},
     {"saving"},

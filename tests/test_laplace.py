@@ -64,6 +64,7 @@ def test_nothing_stock_changes():
         (1, None, "regression"),
         (2, "regression", "regression"),
         (3, "single_label_classification", "classification"),
+        (3, "multi_label_classification", "multi_label_classification"),
     ],
 )
 def test_likelihood_is_read_off_the_model(n_labels, problem_type, likelihood):

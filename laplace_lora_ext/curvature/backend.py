@@ -10,14 +10,13 @@ from laplace.curvature import GGNInterface
 from torch import Tensor
 
 from laplace_lora_ext.curvature.kron import KroneckerBlock, StreamingUpdates
-from laplace_lora_ext.draws import Draws
 from laplace_lora_ext.messages import check_counts, check_name, listed
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.weights import without_rows
 from laplace_lora_ext.passes.graph import Rows
 from laplace_lora_ext.passes.recorder import Recorder
 from laplace_lora_ext.tasks import task_of
-from laplace_lora_ext.tasks.task import Seeds
+from laplace_lora_ext.tasks.task import Draws, Seeds
 
 PAPER_SETTINGS: dict[str, Any] = {
     "kfac_approx": "expand",

@@ -25,7 +25,6 @@ from laplace_lora_ext.models.weights import (
     read,
 )
 from laplace_lora_ext.processes.exchange import count, of_first, rank
-from laplace_lora_ext.rounding import equal_up_to_rounding
 
 _SAMPLED = 32  # numbers of each weight that are compared: training moves all of them
 _COMPARED = 16  # numbers of each weight that every call looks at: a line of the cache
@@ -47,15 +46,20 @@ class Weight(NamedTuple):
         # Merging an adapter and unmerging it rounds. In half precision that moves
         # numbers by more than training may, and no difference is overlooked.
         dtype = getattr(torch, self.dtype.removeprefix("torch."))
-        is_half = dtype.itemsize < 4
-        units = 0 if is_half else 16
-        return equal_up_to_rounding(self.sample, other.sample, dtype, units)
+        atol = 0.0
+        if dtype in (torch.float32, torch.float64) and len(self.sample):
+            largest = self.sample.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+            atol = 16 * torch.finfo(dtype).eps * largest
+        return _equal(self.sample, other.sample, atol)
 
     def _cast_to(self, other: Weight) -> bool:
         """Tell whether casting one gives the other."""
         dtype = getattr(torch, other.dtype.removeprefix("torch."))
-        cast = self.sample.to(dtype).double()
-        return equal_up_to_rounding(cast, other.sample, dtype, units=0)
+        return _equal(self.sample.to(dtype).double(), other.sample)
+
+
+def _equal(found: Tensor, expected: Tensor, atol: float = 0.0) -> bool:
+    return torch.allclose(found, expected, rtol=0.0, atol=atol, equal_nan=True)
 
 
 @dataclass(frozen=True)

@@ -192,6 +192,12 @@ def gaussian_samples(f_mu: Tensor, f_var: Tensor, noise: Tensor) -> Tensor:
     return f_mu + apart
 
 
+def draw_seed(generator: torch.Generator | None) -> int:
+    """Draw a seed for another generator; None draws from torch's own state."""
+    device = None if generator is None else generator.device
+    return int(torch.randint(2**31, (), generator=generator, device=device).item())
+
+
 def standard_normal(
     shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None
 ) -> Tensor:

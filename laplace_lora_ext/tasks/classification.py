@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, nll_loss, one_hot
+from torch.nn.functional import nll_loss, one_hot
 
-from laplace_lora_ext.draws import Draws
 from laplace_lora_ext.messages import warn
-from laplace_lora_ext.rounding import equal_up_to_rounding
-from laplace_lora_ext.tasks.task import ClassCounts, Seeds, Task, scaled_seeds
+from laplace_lora_ext.tasks.task import ClassCounts, Draws, Seeds, Task, scaled_seeds
 
 _DRAWN_AT_ONCE = 64  # rows of logits, of which draws take several copies in float64
 
@@ -19,7 +17,6 @@ class Classification(Task):
 
     name = "classification"
     sees_differences = True
-    mistaken_for = "multi_label_classification"
 
     def times_root(self, logits: Tensor, z: Tensor) -> Tensor:
         """Multiply vectors by a root with C - 1 columns; entry m of each is ignored.
@@ -49,9 +46,6 @@ class Classification(Task):
         y = drawn_labels(logits, draws.uniform(num_samples))
         return scaled_seeds(_slopes(logits, y) / num_samples**0.5)
 
-    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        return cross_entropy(logits, y, reduction="sum")
-
     def nll(self, log_p: Tensor, y: Tensor) -> Tensor:
         return nll_loss(log_p, y, reduction="none")
 
@@ -74,13 +68,21 @@ class Classification(Task):
             )
         are_indices = not y.is_floating_point() and y.dtype != torch.bool
         if y.shape != logits.shape[:1] or not are_indices:
-            raise ValueError(_other_targets(y, logits))
+            raise ValueError(
+                f"labels must be class indices of shape {tuple(logits.shape[:1])}, not "
+                f"{tuple(y.shape)} of {y.dtype}: several labels for each example are "
+                'for the likelihood "multi_label_classification", numbers for '
+                '"regression"; of one-hot labels, pass labels.argmax(-1)'
+            )
         if ((y < 0) | (y >= n_outputs)).any():
             raise ValueError(
                 f"labels must be from 0 to {n_outputs - 1}, not {y.unique().tolist()}"
             )
         if _look_like_probabilities(logits):
-            warn_of_probabilities("softmax")
+            warn(
+                "The model's outputs look like probabilities: return logits, and leave "
+                "the softmax to the likelihood."
+            )
         return self.as_targets(y.to(logits.device), logits.dtype)
 
 
@@ -90,14 +92,6 @@ CLASSIFICATION = Classification()
 def counts_of_column(column: int, labels: Tensor) -> ClassCounts:
     """Count the classes `(N,)` of one column of targets."""
     return ClassCounts((column, label) for label in labels.tolist())
-
-
-def warn_of_probabilities(link: str) -> None:
-    """Warn of a model whose outputs have passed a link already."""
-    warn(
-        "The model's outputs look like probabilities: return logits, and leave the "
-        f"{link} to the likelihood."
-    )
 
 
 def drawn_labels(logits: Tensor, numbers: Tensor) -> Tensor:
@@ -131,25 +125,9 @@ def _slopes(logits: Tensor, y: Tensor) -> Tensor:
     return torch.where(is_label, -of_others.sum(-1, keepdim=True), of_others)
 
 
-def _other_targets(y: Tensor, logits: Tensor) -> str:
-    """Say what targets are that are no class indices, and what to do."""
-    found = (
-        f"labels must be class indices of shape {tuple(logits.shape[:1])}, not "
-        f"{tuple(y.shape)} of {y.dtype}"
-    )
-    if y.shape == logits.shape and ((y == 0) | (y == 1)).all():
-        return (
-            f"{found}: several labels for each example are for the likelihood "
-            '"multi_label_classification"; if each has one of them, pass '
-            "labels.argmax(-1)"
-        )
-    if y.is_floating_point():
-        return f'{found}: numbers are for the likelihood "regression"'
-    return found
-
-
 def _look_like_probabilities(logits: Tensor) -> bool:
     if not len(logits) or (logits < 0).any():
         return False
     totals = logits.sum(-1)
-    return equal_up_to_rounding(totals, torch.ones_like(totals), torch.float16)
+    # Up to rounding in half precision.
+    return torch.allclose(totals, torch.ones_like(totals), rtol=0.0, atol=0.016)

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
+from torch.nn.functional import logsigmoid
 
-from laplace_lora_ext.draws import Draws
-from laplace_lora_ext.tasks.classification import (
-    counts_of_column,
-    warn_of_probabilities,
-)
-from laplace_lora_ext.tasks.regression import as_columns, check_columns
-from laplace_lora_ext.tasks.task import ClassCounts, Seeds, Task, scaled_seeds
-
-_MANY = 16  # numbers that are all from 0 to 1 are hardly logits
+from laplace_lora_ext.tasks.classification import counts_of_column
+from laplace_lora_ext.tasks.regression import REGRESSION
+from laplace_lora_ext.tasks.task import ClassCounts, Draws, Seeds, Task, scaled_seeds
 
 
 class MultiLabel(Task):
@@ -26,7 +20,6 @@ class MultiLabel(Task):
     """
 
     name = "multi_label_classification"
-    mistaken_for = "single_label_classification"
     # The host's Kronecker factors know softmax and squares alone.
     structures = ("lowrank_kron", "diag", "full")
 
@@ -64,9 +57,6 @@ class MultiLabel(Task):
         slopes = torch.where(y > 0, -(-logits).sigmoid(), logits.sigmoid())
         return scaled_seeds(slopes / num_samples**0.5)
 
-    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        return binary_cross_entropy_with_logits(logits, y, reduction="sum")
-
     def nll(self, log_p: Tensor, y: Tensor) -> Tensor:
         """Sum an example's losses, given log-probabilities `(B, K, 2)`."""
         labels = y.long()[..., None]
@@ -93,12 +83,8 @@ class MultiLabel(Task):
             counts += counts_of_column(column, of_label)
         return counts
 
-    def as_targets(self, y: Tensor, dtype: torch.dtype) -> Tensor:
-        return as_columns(y, dtype)
-
     def check_targets(self, y: Tensor, logits: Tensor) -> Tensor:
-        targets = self.as_targets(y.to(logits.device), logits.dtype)
-        check_columns(y, targets, logits, "labels must be {}, 0 or 1 each")
+        targets = REGRESSION.check_targets(y, logits)
         are_zero_or_one = (targets == 0) | (targets == 1)
         if not are_zero_or_one.all():
             low, high = targets.aminmax()
@@ -107,9 +93,6 @@ class MultiLabel(Task):
                 'classes are for the likelihood "classification", and numbers for '
                 '"regression"'
             )
-        are_probabilities = (logits >= 0) & (logits <= 1)
-        if logits.numel() >= _MANY and are_probabilities.all():
-            warn_of_probabilities("sigmoid")
         return targets
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.messages import warn
 from laplace_lora_ext.tasks.task import Task
 
 
@@ -41,23 +40,16 @@ class Regression(Task):
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         return (logits - y).square().sum() / 2
 
-    def as_targets(self, y: Tensor, dtype: torch.dtype) -> Tensor:
-        return as_columns(y, dtype)
-
     def check_targets(self, y: Tensor, logits: Tensor) -> Tensor:
         targets = self.as_targets(y.to(logits.device), logits.dtype)
-        check_columns(y, targets, logits, "targets must be {}")
+        if targets.shape != logits.shape:
+            raise ValueError(
+                f"targets must be {tuple(logits.shape)}, not {tuple(y.shape)}: class "
+                'indices are for the likelihood "classification"'
+            )
         if not torch.isfinite(targets).all():
             raise ValueError("non-finite targets: leave such examples out")
         return targets
-
-    def warn_of_all(self, are_binary: bool) -> None:
-        if are_binary:
-            warn(
-                'Every target is 0 or 1, but the likelihood "regression" takes them '
-                "for numbers. If the model was trained by a sigmoid, use "
-                '"multi_label_classification".'
-            )
 
     def check_classes(self, name: str) -> None:
         raise ValueError(
@@ -66,21 +58,6 @@ class Regression(Task):
 
 
 REGRESSION = Regression()
-
-
-def as_columns(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bring targets `(B, C)` to a type; those of a single output may be `(B,)`."""
-    return (y[:, None] if y.ndim == 1 else y).to(dtype)
-
-
-def check_columns(y: Tensor, targets: Tensor, outputs: Tensor, must_be: str) -> None:
-    """Refuse targets that are not of the outputs' shape `(B, C)`, given as `y`."""
-    if targets.shape == outputs.shape:
-        return
-    found = f"{must_be.format(tuple(outputs.shape))}, not {tuple(y.shape)}"
-    if y.ndim == 1 and not y.is_floating_point():
-        found += ': class indices are for the likelihood "classification"'
-    raise ValueError(found)
 
 
 def gaussian_log_density(mean: Tensor, covariance: Tensor, y: Tensor) -> Tensor:

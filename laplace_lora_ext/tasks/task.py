@@ -4,18 +4,49 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.draws import Draws
 from laplace_lora_ext.models.logits_model import LogitsModel
 
 ClassCounts = Counter[tuple[int, int]]
 """How many labels there are, by what they are labels of (a column of the targets), and
 by their class.
 """
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Draws numbers for rows of logits, by a generator of each example's own.
+
+    Attributes
+    ----------
+    seed : int
+    examples : torch.Tensor
+        `(N,)`, the number that each row's example has in the whole data. The rows of an
+        example, such as a text's tokens, follow each other
+    """
+
+    seed: int
+    examples: Tensor
+
+    def uniform(self, n_draws: int, *shape: int) -> Tensor:
+        """Draw numbers from 0 to 1, `(S, N, *shape)`."""
+        examples, n_rows = self.examples.unique_consecutive(return_counts=True)
+        by_row: list[Tensor] = []
+        for example, n_own in zip(examples.tolist(), n_rows.tolist(), strict=True):
+            generator = np.random.default_rng([self.seed, example])
+            numbers = generator.random((n_own, n_draws, *shape))
+            by_row.append(torch.from_numpy(numbers))
+        return torch.cat(by_row).transpose(0, 1)
+
+    def signs(self, n_draws: int, *shape: int) -> Tensor:
+        """Draw -1 or 1, each as often, `(S, N, *shape)`."""
+        return 2 * self.uniform(n_draws, *shape).round() - 1
 
 
 class Seeds(NamedTuple):
@@ -98,8 +129,6 @@ class Task:
         whether these are the words of a vocabulary
     structures : tuple of str
         the values of `hessian_structure` that it works with
-    mistaken_for : str
-        what transformers calls another task, `problem_type`, if models say so
     instead_of_logit_scale : str
         what to use in place of `logit_scale`; empty where the logits can be scaled
     """
@@ -112,7 +141,6 @@ class Task:
     has_tokens = False
     writes = False
     structures: tuple[str, ...] = ("lowrank_kron", "kron", "diag", "full")
-    mistaken_for = ""
     instead_of_logit_scale = ""
 
     # --- predictions ------------------------------------------------------------------
@@ -214,7 +242,7 @@ class Task:
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Sum the negative log-likelihood over samples, up to a constant."""
-        raise NotImplementedError
+        return self.nll(self.class_logits(logits).log_softmax(-1), y).sum()
 
     def nll(self, log_p: Tensor, y: Tensor) -> Tensor:
         """Compute each example's negative log-likelihood, `(B,)`, in nats.
@@ -236,8 +264,11 @@ class Task:
         return ClassCounts()
 
     def as_targets(self, y: Tensor, dtype: torch.dtype) -> Tensor:
-        """Bring targets into the shape and type that the losses take, unchecked."""
-        raise NotImplementedError
+        """Bring targets into the shape and type that the losses take, unchecked.
+
+        Those of a single output may be `(B,)`.
+        """
+        return (y[:, None] if y.ndim == 1 else y).to(dtype)
 
     def check_targets(self, y: Tensor, logits: Tensor) -> Tensor:
         """Check targets, and bring them into the losses' form, on the logits' device.
@@ -247,21 +278,7 @@ class Task:
         """
         raise NotImplementedError
 
-    def warn_of_all(self, are_binary: bool) -> None:
-        """Warn if targets, all of which are 0 or 1 or not, are of another task."""
-
     # --- options ----------------------------------------------------------------------
-
-    def check_model(self, model: LogitsModel) -> None:
-        """Refuse a model whose configuration names another task."""
-        other = self.mistaken_for
-        if other and model.problem_type == other:
-            likelihood = other.removeprefix("single_label_")
-            raise ValueError(
-                f'The likelihood "{self.name}" does not fit the model, whose '
-                f'problem_type is {other!r}: use the likelihood "{likelihood}", or set '
-                "config.problem_type if it is wrong."
-            )
 
     def backend_kwargs(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Complete the user's options of a backend, and refuse unsuitable ones."""

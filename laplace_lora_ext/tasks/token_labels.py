@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.draws import Draws
 from laplace_lora_ext.models.answers import Answers
 from laplace_lora_ext.models.batches import IGNORED, Positions, logits_of
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import is_shared
 from laplace_lora_ext.tasks.classification import Classification
-from laplace_lora_ext.tasks.task import ClassCounts, Seeds, scaled_seeds
+from laplace_lora_ext.tasks.task import ClassCounts, Draws, Seeds, scaled_seeds
 
 
 class TokenLabelsModel(LogitsModel):
@@ -82,17 +81,12 @@ class TokenLabelsModel(LogitsModel):
         inputs = self._inputs(self.unlabelled(batch))
         _check_any(places)
         by_place = logits_of(self._call(inputs, **model_kwargs))
-        if by_place.ndim != 3:
+        if by_place.ndim != 3 or by_place.shape[:2] != places.shape:
             raise ValueError(
                 'The likelihood "token_classification" needs logits of shape (texts, '
-                f"tokens, classes), but the model returns {tuple(by_place.shape)}: for "
-                'one label a text use "classification".'
-            )
-        if by_place.shape[:2] != places.shape:
-            raise ValueError(
-                f"The model returns logits of shape {tuple(by_place.shape)} where "
-                f"labels or attention_mask have {tuple(places.shape)}: each token must "
-                "have its own."
+                f"tokens, classes), but the model returns {tuple(by_place.shape)} "
+                f"where labels or attention_mask have {tuple(places.shape)}: for one "
+                'label a text use "classification".'
             )
         return by_place[places.to(by_place.device)]
 
@@ -194,13 +188,6 @@ def check_places(labels: Tensor, inputs: Mapping[str, Any]) -> None:
             f"{tuple(labels.shape)} of {labels.dtype}: for one label a text use the "
             'likelihood "classification"'
         )
-    for key in ("input_ids", "attention_mask"):
-        given = inputs.get(key)
-        if given is not None and given.shape != labels.shape:
-            raise ValueError(
-                f"labels have shape {tuple(labels.shape)}, but {key} has "
-                f"{tuple(given.shape)}: give each token one label"
-            )
     mask = inputs.get("attention_mask")
     if mask is not None and (labels[~mask.to(labels.device).bool()] != IGNORED).any():
         raise ValueError(
@@ -210,11 +197,6 @@ def check_places(labels: Tensor, inputs: Mapping[str, Any]) -> None:
 
 def check_labels(labels: Tensor, n_outputs: int) -> None:
     """Refuse labels `(N,)` that are no classes of a model with so many outputs."""
-    if n_outputs < 2:
-        raise ValueError(
-            "labels of tokens need at least two classes, and the model has one "
-            "output: return [0, f] for a single logit f"
-        )
     if labels.min() < 0 or labels.max() >= n_outputs:
         raise ValueError(
             f"labels must be {IGNORED} or from 0 to {n_outputs - 1}, but range "

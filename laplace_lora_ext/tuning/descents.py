@@ -11,7 +11,6 @@ import torch
 import tqdm
 from torch import Tensor
 
-from laplace_lora_ext.draws import draw_seed
 from laplace_lora_ext.messages import check_name, warn
 from laplace_lora_ext.predictive.links import (
     DEFAULT_LINK,
@@ -19,7 +18,7 @@ from laplace_lora_ext.predictive.links import (
     log_probabilities,
     monte_carlo,
 )
-from laplace_lora_ext.predictive.moments import standard_normal
+from laplace_lora_ext.predictive.moments import draw_seed, standard_normal
 from laplace_lora_ext.predictive.posterior import Members, of_classes
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.method import (

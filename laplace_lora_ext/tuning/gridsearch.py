@@ -42,7 +42,6 @@ from laplace_lora_ext.predictive.statistics import (
 )
 from laplace_lora_ext.processes.exchange import gathered, rank
 from laplace_lora_ext.processes.shards import Share
-from laplace_lora_ext.rounding import equal_up_to_rounding
 from laplace_lora_ext.tuning.method import (
     Trial,
     TuningHistory,
@@ -423,7 +422,7 @@ def warn_at_ends(history: TuningHistory) -> None:
 
 def _is_best(losses: Tensor, place: int) -> bool:
     """Tell whether a loss is the lowest but for rounding."""
-    return equal_up_to_rounding(losses[place], losses.min(), torch.float32)
+    return torch.allclose(losses[place], losses.min(), rtol=2e-6, atol=0.0)
 
 
 def _middle(prior_precision: Tensor) -> float:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from laplace_lora_ext.curvature.decomposed import trace_of
-from laplace_lora_ext.draws import draw_seed
 from laplace_lora_ext.messages import check_counts, check_name
 from laplace_lora_ext.models.running import as_tensor, cpu_as_default
+from laplace_lora_ext.predictive.moments import draw_seed
 from laplace_lora_ext.predictive.posterior import Hyperparameters, Members, Posterior
 from laplace_lora_ext.predictive.statistics import (
     PredictiveStatistics,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import tests.support.dense as dense
 from laplace_lora_ext.models.lora_layers import find_blocks
-from laplace_lora_ext.tuning.method import draw_seed
+from laplace_lora_ext.predictive.moments import draw_seed
 from tests.compatibility.families import FAMILIES, RIGHT
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import make, sizes

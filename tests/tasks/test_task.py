@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_lora_ext.draws import Draws
 from laplace_lora_ext.tasks import TASKS
 from laplace_lora_ext.tasks.classification import Classification
 from laplace_lora_ext.tasks.regression import Regression
-from laplace_lora_ext.tasks.task import Seeds
+from laplace_lora_ext.tasks.task import Draws, Seeds
 from tests.support.dense import EXACT, softmax_fisher
-from tests.support.labels import bernoulli_fisher
+from tests.support.labels import LABELS, bernoulli_fisher
 from tests.support.models import real_targets
 from tests.support.posteriors import generator, normal
 
@@ -196,7 +195,7 @@ def test_two_classes_need_no_more_than_one_sign():
     assert_close(fisher(seeds), softmax_fisher(two), **EXACT)
 
 
-def test_signs_of_tokens_and_examples_are_independent_and_reproducible():
+def test_signs_of_tokens_and_examples_are_independent():
     draws = Draws(3, torch.tensor([0, 0, 1]))
     signs = draws.signs(20_000, 2)
     assert_close(signs.abs(), torch.ones_like(signs))
@@ -204,9 +203,19 @@ def test_signs_of_tokens_and_examples_are_independent_and_reproducible():
     numbers = signs.flatten(1)
     covariance = numbers.T @ numbers / len(numbers)
     assert_close(covariance, torch.eye(6).double(), rtol=0, atol=0.03)
-    of_second_example = Draws(3, torch.tensor([1])).signs(20_000, 2)
-    assert torch.equal(of_second_example, signs[:, 2:])
-    assert not torch.equal(Draws(4, torch.tensor([0, 0, 1])).signs(20_000, 2), signs)
+
+
+def test_each_example_and_each_seed_has_numbers_of_its_own():
+    def drawn(*examples: int, seed: int = 0) -> Tensor:
+        return Draws(seed, torch.tensor(examples)).uniform(2, 3)
+
+    of_all = drawn(7, 7, 8, 9)
+    assert of_all.shape == (2, 4, 3)
+    # Rows of one example follow each other.
+    assert torch.equal(torch.cat([drawn(7, 7), drawn(8, 9)], dim=1), of_all)
+    assert len(of_all.unique()) == of_all.numel()
+    assert not (drawn(7, 7, 8, 9, seed=1) == of_all).any()
+    assert 0 <= of_all.min() < of_all.max() < 1
 
 
 # --- targets --------------------------------------------------------------------------
@@ -231,6 +240,7 @@ NUMBERS = real_targets(4, 2)
         ("classification", CLASSES.float(), "float32"),
         ("classification", CLASSES.bool(), "bool"),
         ("classification", NUMBERS, '"regression"'),
+        ("classification", LABELS, '"multi_label_classification"'),
         ("classification", torch.zeros(4, 1).long(), "shape"),
         ("classification", torch.zeros(5).long(), "shape"),
         ("regression", CLASSES, '"classification"'),
@@ -247,11 +257,9 @@ def test_targets_that_do_not_fit_are_refused(likelihood, y, message):
         TASKS[likelihood].check_targets(y, logits)
 
 
-@pytest.mark.parametrize("likelihood", ["classification", TOKENS])
-def test_one_class_is_refused(likelihood):
-    y = torch.zeros(4, 1).long() if likelihood == TOKENS else torch.zeros(4).long()
+def test_one_class_is_refused():
     with pytest.raises(ValueError, match="at least two"):
-        TASKS[likelihood].check_targets(y, torch.zeros(4, 1))
+        Classification().check_targets(torch.zeros(4).long(), torch.zeros(4, 1))
 
 
 @pytest.mark.parametrize("shape", [(4, 1), (4,)])
