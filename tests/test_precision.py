@@ -1,12 +1,13 @@
 """Half precision and autocast: what stays in float32 or better."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.testing import assert_close as assert_numbers_close
+from torch.testing import assert_close
 
+from tests.support.dense import curvature_of
 from tests.support.models import first_batch, head_of, lora_model, ragged_batches
 from tests.support.posteriors import (
     OURS_AND_A_HOSTS,
@@ -16,55 +17,37 @@ from tests.support.posteriors import (
 )
 from tests.support.snapshots import tensors_of
 
-
-class Results(NamedTuple):
-    """Of a fit, or of the errors of one."""
-
-    curvature: Any
-    covariance: Any
-    evidence: Any
-    probabilities: Any
-
-
-# Small, so that the curvature and not the prior decides.
-PRIOR_PRECISION = 1e-3
-# Relative errors of `Results`: twice what was measured over these models and settings.
-MEASURED = {
-    torch.bfloat16: Results(0.17, 0.11, 0.034, 0.0025),
-    torch.float16: Results(0.026, 0.017, 0.004, 0.0003),
+# Relative errors in bfloat16: twice what was measured over these models and settings.
+BOUNDS = {
+    "curvature": 0.17,
+    "covariance": 0.11,
+    "evidence": 0.034,
+    "probabilities": 0.0025,
 }
 
 
 def posterior(kind: str = "bert", model: nn.Module | None = None, **keywords: Any):
     """Fit to a model, by default in float32."""
     model = model or lora_model(kind, torch.float32)
-    settings = {"rank": 10, "prior_precision": PRIOR_PRECISION} | keywords
-    return fitted(kind, model=model, **settings)
-
-
-def half_base(kind: str, dtype: torch.dtype) -> nn.Module:
-    """The base in half precision and the LoRA weights in float32, as PEFT makes it."""
-    model = lora_model(kind, dtype)
-    of_full = dict(lora_model(kind, torch.float32).named_parameters())
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = of_full[name].data
-    return model
+    # So broad that the curvature and not the prior decides.
+    return fitted(kind, model=model, rank=10, prior_precision=1e-3, **keywords)
 
 
 def autocast() -> torch.autocast:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
-def results(la: Any) -> Results:
+def results(la: Any) -> dict[str, Tensor]:
     batch = first_batch()
-    H = la.H
-    if not isinstance(H, Tensor):
-        # Rounding would be that of this comparison, and not of the fit.
-        with torch.autocast("cpu", enabled=False):
-            H = H.to_matrix().diagonal()
-    moments = la.predictive_moments(batch)
-    return Results(H, moments.f_var, la.log_marginal_likelihood(), la(batch))
+    # Rounding would be that of this comparison, and not of the fit.
+    with torch.autocast("cpu", enabled=False):
+        curvature = curvature_of(la).diagonal()
+    return {
+        "curvature": curvature,
+        "covariance": la.predictive_moments(batch).f_var,
+        "evidence": la.log_marginal_likelihood(),
+        "probabilities": la(batch),
+    }
 
 
 def assert_full_precision(la: Any) -> None:
@@ -90,35 +73,15 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return (difference.norm() / expected.double().norm()).item()
 
 
-def assert_close(actual: Results, expected: Results, dtype: torch.dtype) -> None:
-    errors = map(relative_error, actual, expected)
-    for name, error, bound in zip(actual._fields, errors, MEASURED[dtype], strict=True):
-        assert error < bound, name
-
-
-@pytest.mark.parametrize("dtype", MEASURED, ids=str)
-@pytest.mark.parametrize(
-    ("make", "kind", "options"),
-    [
-        (half_base, "bert", {}),
-        (lora_model, "gpt2", {}),
-        (lora_model, "gpt_neox", {}),
-        (lora_model, "bert", {"structure": "kron"}),
-        (half_base, "bert", {"structure": "diag"}),
-        (half_base, "gpt2", {"kfac_approx": "expand"}),
-    ],
-)
-def test_a_model_in_half_precision_gives_the_posterior_of_float32(
-    kind, options, dtype, make
-):
-    la = posterior(kind, make(kind, dtype), **options)
-    assert_full_precision(la)
-    assert_close(results(la), results(posterior(kind, **options)), dtype)
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, bound in BOUNDS.items():
+        assert relative_error(found[name], expected[name]) < bound, name
 
 
 @pytest.mark.parametrize("structure", OURS_AND_A_HOSTS)
 def test_predictions_of_a_half_precision_model_are_in_float32(structure):
     la = posterior(model=lora_model("bert", torch.bfloat16), structure=structure)
+    assert_full_precision(la)
     batch = first_batch()
     numbers = [*la.predictive_moments(batch), la.sample(2)]
     for link in ("probit", "mc", "bridge", "bridge_norm"):
@@ -128,9 +91,9 @@ def test_predictions_of_a_half_precision_model_are_in_float32(structure):
     # More digits than bfloat16 has, which would make 1.2344 of it.
     many_digits = torch.tensor([1.2345])
     la.prior_precision = many_digits
-    assert_numbers_close(la.prior_precision, many_digits)
+    assert_close(la.prior_precision, many_digits)
     expected = la.n_params * many_digits.double().log().sum()
-    assert_numbers_close(la.log_det_prior_precision, expected, rtol=1e-7, atol=0)
+    assert_close(la.log_det_prior_precision, expected, rtol=1e-7, atol=0)
 
 
 def test_confident_samples_keep_their_curvature_in_half_precision():
@@ -165,9 +128,9 @@ def test_fit_and_predictions_under_autocast_give_the_posterior_of_float32(
         # What was computed in between has left autocast on.
         one = torch.ones(1, 1)
         assert (one @ one).dtype == torch.bfloat16
-    assert_close(actual, expected, torch.bfloat16)
+    assert_near(actual, expected)
     # The model's are rounded.
-    assert not torch.equal(actual.probabilities, expected.probabilities)
+    assert not torch.equal(actual["probabilities"], expected["probabilities"])
 
 
 @pytest.mark.parametrize(("structure", "pred_type"), with_structures(["glm", "nn"]))
@@ -208,7 +171,7 @@ def test_the_posteriors_algebra_under_autocast_is_that_without(algebra, structur
     expected = algebra(la, moments)
     with autocast():
         found = algebra(la, moments)
-    assert_numbers_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["agreement", "val_gd", "gridsearch"])
@@ -216,14 +179,15 @@ def test_what_statistics_say_is_the_same_under_autocast(method):
     la = fitted(dtype=torch.float32)
     statistics = la.predictive_statistics(ragged_batches())
     data = "train_loader" if method == "agreement" else "val_loader"
+    options = {data: statistics} | ({"n_steps": 10} if method == "val_gd" else {})
 
     def said():
         torch.manual_seed(0)
-        history = la.optimize_prior_precision(method=method, **{data: statistics})
+        history = la.optimize_prior_precision(method=method, **options)
         return history.objective, history.prior_precision, statistics.moments(0.1).f_var
 
     expected = said()
     with autocast():
         found = said()
     # Statistics are there already: no pass of the model is left to be rounded.
-    assert_numbers_close(found, expected, rtol=0, atol=0)
+    assert_close(found, expected, rtol=0, atol=0)

@@ -10,7 +10,7 @@ from laplace_lora_ext.curvature import decomposed
 from laplace_lora_ext.curvature.decomposed import LowRankKronDecomposed
 from laplace_lora_ext.curvature.kron import KroneckerBlock, StreamingUpdates
 from tests.support.dense import power
-from tests.support.posteriors import fitted, generator, normal, priors_of_blocks
+from tests.support.posteriors import generator, normal
 
 CPU = torch.device("cpu")
 
@@ -171,12 +171,3 @@ def test_rounding_is_no_remainder_where_nothing_is_left_out():
         expected = double.to_matrix(exponent).diagonal().float()
         found = single.to_matrix(exponent).diagonal()
         assert_close(found, expected, rtol=1e-2, atol=0)
-
-
-def test_the_determinant_of_a_posterior_is_that_of_its_matrix():
-    # With a temperature, which divides the curvature and not the prior precision.
-    la = fitted(temperature=0.7)
-    for prior in (torch.tensor([0.4]), priors_of_blocks(la)):
-        la.prior_precision = prior
-        P = la.posterior_precision.to_matrix()
-        assert_close(la.log_det_posterior_precision, P.logdet())

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext.curvature.kron import KroneckerBlock, StreamingUpdates
-from tests.support.posteriors import fitted
 
 
 def decaying_rows(
@@ -109,9 +108,7 @@ def test_factors_are_decomposed_otherwise_where_that_fails(monkeypatch):
     ("n_features", "power", "dtype", "batch"),
     [
         (60, 0.3, torch.float64, 30),
-        (60, 1.0, torch.float32, 1500),
         (400, 0.3, torch.float32, 1500),
-        (400, 1.0, torch.float64, 1500),
         (400, 2.0, torch.float32, 30),
     ],
     ids=str,
@@ -133,28 +130,3 @@ def test_streaming_keeps_the_energy_of_the_optimal_factor(
         # As near as a sum of 1,500 rows in float32 comes.
         expected = rows.double().square().sum()
         assert_close(trace.double(), expected, rtol=rounding, atol=0)
-
-
-def test_rows_that_are_not_finite_show_in_the_trace_alone():
-    rows = decaying_rows(60, 8)
-    rows[3, 2] = torch.inf
-    block = summed(rows, rank=2)
-    assert not block.trace.isfinite()
-    assert block.columns.isfinite().all()
-
-
-def test_updates_are_the_same_from_run_to_run():
-    rows = decaying_rows(500, 60)
-    columns = []
-    # Whatever the state of torch's own generator.
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        columns.append(summed(rows, rank=4, batch=500).columns)
-    assert torch.equal(*columns)
-
-
-def test_the_sums_that_are_kept_have_twice_as_many_columns_as_the_curvature():
-    la = fitted(rank=1)
-    for sums, block in zip(la.H_facs, la.H.blocks, strict=True):
-        assert sums.columns.shape[1] == 2
-        assert block.U.shape[1] == 1

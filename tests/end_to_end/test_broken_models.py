@@ -41,8 +41,6 @@ GRADIENT = r"(second\.lora_B|first\.lora_A).*non-fin"
     [
         ("lowrank_kron", "gradient", "activation", LOGITS),
         ("lowrank_kron", "gradient", "hidden", "non-fin"),
-        ("lowrank_kron", "gradient", "gradient", GRADIENT),
-        ("lowrank_kron", "expand", "hidden", "non-fin"),
         ("lowrank_kron", "expand", "gradient", GRADIENT),
         ("kron", "", "activation", LOGITS),
         ("kron", "", "hidden", "non-fin"),
@@ -100,7 +98,6 @@ class HalfFused(nn.Module):
     [
         # There are no data that would need them.
         (HalfFused(), ["layer"], "lowrank_kron", "2 of 2.*before fusion.$"),
-        (HalfFused(), ["layer"], "full", "2 of 2"),
         # Some layers that run are not taken for a matter of data.
         (
             HalfFused(),
@@ -108,7 +105,13 @@ class HalfFused(nn.Module):
             "lowrank_kron",
             r"2 of 4 weights.*layer\.lora_A.*before fusion",
         ),
-        (Sorting(False), ["used", "unused"], "lowrank_kron", "No gradient"),
+        # As of a layer whose gradients are switched off.
+        (
+            Sorting(),
+            ["used", "unused"],
+            "lowrank_kron",
+            "used 2 of 4.*unused.*target_modules",
+        ),
         (Sorting(False), ["used", "unused"], "full", "No gradient"),
     ],
 )

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 TARGETS = {name: task.case for name, task in OF_TARGETS.items()}
 ADAPTERS = CASES | SELECTIONS
 EVERYTHING = LINEAR | ADAPTERS | TARGETS
-SAVED = [*ADAPTERS, *TARGETS]
+SAVED = ["LoRA of an encoder", *ADAPTERS, *TARGETS]
 # Where a path of its own leads to what is asked.
 SOME = ["LoRA of an encoder", "LoRA of an embedding", *SELECTIONS, *TARGETS]
 # More than noise says of the data, so that predictions are in doubt.

@@ -10,16 +10,9 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.support.dense import full_rank
-from tests.support.models import lora_model, one_by_one, ragged_batches
+from tests.support.models import lora_model, one_by_one
 from tests.support.posteriors import GRID, generator, make
-from tests.support.ranks import (
-    Texts,
-    accelerated,
-    assert_alike,
-    failures,
-    on_ranks,
-    strided_loader,
-)
+from tests.support.ranks import assert_alike, failures, on_ranks, strided_loader
 from tests.support.tasks import TASKS
 
 
@@ -91,7 +84,6 @@ def outcomes(name: str, structure: str, batch_size: int) -> dict[str, Any]:
         ("answers", "kron", 2),
         # By one text each, there is a batch without a label.
         ("tokens", "lowrank_kron", 1),
-        ("tokens", "diag", 2),
         ("rewards", "lowrank_kron", 2),
     ],
 )
@@ -118,30 +110,6 @@ def test_without_a_generator_ranks_choose_alike_too():
     assert_close(results[0], results[1], rtol=0, atol=0)
 
 
-# --- loaders, and what each rank does by itself ---------------------------------------
-
-
-@pytest.mark.parametrize("options", [{}, {"even_batches": False}])
-def test_loaders_of_accelerate_are_dealt_as_well(options):
-    def facts(loader):
-        la = fitted(loader)
-        return la.log_marginal_likelihood().detach(), la.predict_proba(loader)
-
-    def by_accelerate(rank):
-        return facts(accelerated(rank, 2, DataLoader(Texts(), batch_size=2), **options))
-
-    found = on_ranks(by_accelerate, 2)
-    assert_alike(found, facts(strided_loader()), rtol=1e-7, atol=1e-10)
-
-
-def test_ranks_with_the_same_validation_data_are_refused():
-    def job(rank):
-        fitted().predictive_statistics(ragged_batches())
-
-    for message in failures(on_ranks(job, 2)):
-        assert "Ranks 0 and 1 have the same" in message
-
-
 def a_loader_that_fails() -> Iterator:
     yield from []
     raise ZeroDivisionError("division by zero")
@@ -162,14 +130,3 @@ def test_an_error_in_a_search_leaves_all_prior_precisions_as_they_were():
         "division by zero",
         "Rank 0 failed. ZeroDivisionError: division by zero",
     ]
-
-
-def test_a_collator_that_makes_texts_of_its_own_is_refused_by_their_number():
-    def job(_):
-        loader = strided_loader(4)
-        collate = loader.collate_fn
-        loader.collate_fn = lambda texts: collate([*texts, *texts])
-        fitted().predictive_statistics(loader)
-
-    for message in failures(on_ranks(job, 2)):
-        assert "The collator did not make 2 examples of 2" in message

@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import one_hot
 from torch.testing import assert_close
 
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.passes.graph import Graph, codewords
 from laplace_lora_ext.passes.recorder import Recorder
-from tests.compatibility.examples import together
-from tests.compatibility.families import CLASSIFIER, FAMILIES
 from tests.support.cases import assert_exact
 from tests.support.dense import EXACT, derivatives_of, full_rank, jacobians
 from tests.support.models import (
@@ -33,7 +30,6 @@ from tests.support.models import (
     with_lora,
 )
 from tests.support.posteriors import (
-    KFAC_APPROX,
     count_backward_passes,
     count_forward_passes,
     fitted,
@@ -88,10 +84,6 @@ def means_of_logits(m: Two, rows: Tensor) -> Tensor:
 # Layers that see the rows `(B, T, d)` laid out in some way.
 
 
-def by_example(m: Two, x: Tensor) -> Tensor:
-    return average(both_layers(m, x))
-
-
 def flat(m: Two, x: Tensor) -> Tensor:
     return average(both_layers(m, x.flatten(0, 1)).reshape(*x.shape[:2], -1))
 
@@ -115,7 +107,7 @@ def backwards(m: Two, x: Tensor) -> Tensor:
     return average(both_layers(m, x.flip(0)).flip(0))
 
 
-LAYOUTS = [by_example, flat, positions_first, positions_first_flat, windows, backwards]
+LAYOUTS = [flat, positions_first, positions_first_flat, windows, backwards]
 
 
 def on_tokens(run: Forward) -> Forward:
@@ -124,11 +116,6 @@ def on_tokens(run: Forward) -> Forward:
 
 
 # Models that change their layout, share rows or mix examples.
-
-
-def turning(m: Two, x: Tensor) -> Tensor:
-    """Another layout at another length."""
-    return positions_first(m, x) if x.shape[1] == 6 else by_example(m, x)
 
 
 def both_ways(m: Two, x: Tensor) -> Tensor:
@@ -187,23 +174,6 @@ def one_position(m: Two, batch: Batch) -> Tensor:
     return both_layers(m, x)[batch["at"], torch.arange(x.shape[1])].tanh()
 
 
-def windows_of_texts(m: Two, batch: Batch) -> Tensor:
-    """Rows are windows, and a second input tells which text each belongs to."""
-    rows = hidden(m, batch["x"]).mean(1)
-    return m.second(one_hot(batch["text"]).to(rows).T @ rows)
-
-
-def images_in_texts(m: Two, batch: Batch) -> Tensor:
-    """Images take the places of tokens, as in LLaVA."""
-    ids = batch["input_ids"]
-    x = m.embed(ids)
-    if "x" in batch:
-        # Token 0 stands for an image.
-        images = hidden(m, batch["x"]).mean(1)
-        x = x.masked_scatter((ids == 0)[..., None], images)
-    return m.second(x.tanh().mean(1))
-
-
 # --- inputs ---------------------------------------------------------------------------
 
 
@@ -222,45 +192,6 @@ def texts(*sizes: tuple[int, int]) -> list[Tensor]:
     draws = generator()
     # Token 0 is padding, or stands for an image.
     return [torch.randint(1, VOCABULARY, size, generator=draws) for size in sizes]
-
-
-def first_positions(n_positions: int, counts: Sequence[int]) -> Tensor:
-    """`(B, n_positions)`, true at so many positions of each example."""
-    return torch.arange(n_positions) < torch.tensor(counts)[:, None]
-
-
-def choices(*counts: Sequence[int]) -> list[Tensor]:
-    """So many of four positions of each example go to the first layer."""
-    batches = []
-    for of_batch in counts:
-        X = some_numbers(len(of_batch), 4)
-        # The sign of the first number tells the layer.
-        X[..., 0] = torch.where(first_positions(4, of_batch), 1.0, -1.0)
-        batches.append(X)
-    return batches
-
-
-def with_images(*counts: Sequence[int]) -> list[Batch]:
-    """Texts of four tokens, of which so many stand for images."""
-    batches = []
-    for of_batch in counts:
-        (tokens,) = texts((len(of_batch), 4))
-        ids = torch.where(first_positions(4, of_batch), 0, tokens)
-        batch = {"input_ids": ids}
-        # A batch of texts alone has no images at all, rather than none.
-        if sum(of_batch):
-            batch["x"] = some_numbers(sum(of_batch), 4)
-        batches.append(batch)
-    return batches
-
-
-def in_windows(*counts: Sequence[int]) -> list[Batch]:
-    """Windows of four numbers, of which each text has so many."""
-    batches = []
-    for n_windows in counts:
-        text = torch.arange(len(n_windows)).repeat_interleave(torch.tensor(n_windows))
-        batches.append({"x": some_numbers(len(text), 4), "text": text})
-    return batches
 
 
 def squares(key: str, *values: Any) -> list[Batch]:
@@ -288,19 +219,9 @@ def checked(model: nn.Module, inputs: Sequence[Any]) -> Any:
     return la
 
 
-@pytest.mark.parametrize("run", LAYOUTS)
-@pytest.mark.parametrize("are_texts", [False, True])
-def test_rows_in_any_layout_are_exact(run, are_texts):
-    if are_texts:
-        checked(adapted(on_tokens(run)), texts(*SIZES))
-    else:
-        checked(adapted(run), numbers(*SIZES))
-
-
-CASES = {
-    "by length": (turning, numbers((4, 3), (4, 6), (6, 6), (4, 3))),
+CASES = {run.__name__: (on_tokens(run), texts(*SIZES)) for run in LAYOUTS} | {
+    "inputs that are no texts": (windows, numbers(*SIZES)),
     "two calls of a layer, two layouts": (both_ways, numbers((4, 4), (3, 3), (3, 5))),
-    "one shared row": (shared(1), numbers((1, 3), (4, 3), (2, 5))),
     "as many shared rows as examples": (
         shared(3),
         numbers((1, 3), (3, 3), (2, 5), (4, 4)),
@@ -308,19 +229,7 @@ CASES = {
     "texts, shared rows": (on_tokens(shared(3)), texts((3, 3), (2, 5), (1, 3))),
     "examples that count for others": (contrast, numbers((4, 3), (3, 3))),
     "no example alone": (needs_pairs, numbers((4, 3), (3, 3))),
-    # With examples that need one layer alone, and batches of which none needs one.
-    "routed": (
-        lambda m, x: routed(m, x, x[..., 0] > 0),
-        choices((1, 1), (2, 0), (1, 3), (3, 1), (4, 0, 2), (2, 2), (0, 2), (3, 3)),
-    ),
-    "windows as rows": (
-        windows_of_texts,
-        in_windows((2, 2), (1, 3), (1, 2), (3, 1, 1), (1, 3, 2)),
-    ),
-    "images in texts": (
-        images_in_texts,
-        with_images((1, 1), (2, 0), (0, 2), (1, 3), (0, 0), (1, 2, 0)),
-    ),
+    "routed": (lambda m, x: routed(m, x, x[..., 0] > 0), numbers((2, 4), (3, 4))),
     # What the first batch does not show. Each text has as many odd tokens as any other,
     # in order, and as many as there are texts;
     "routed texts": (
@@ -351,7 +260,7 @@ def matrix(model: nn.Module, batches: Sequence[Any], kfac_approx: str) -> Tensor
     return la.H.to_matrix()
 
 
-@pytest.mark.parametrize("run", [flat, positions_first, shared(3)])
+@pytest.mark.parametrize("run", [positions_first, shared(3)])
 def test_factors_of_expand_are_those_of_batches_of_one(run):
     model = adapted(run)
     batches = [sequences(4, 4), sequences(3, 6)]
@@ -378,19 +287,17 @@ def padded(joined: int) -> Forward:
     return run
 
 
-@pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
-def test_padding_does_not_count(kfac_approx):
+def test_padding_does_not_count():
     model = adapted(padded(1))
     short, long = (
-        matrix(model, ragged_batches(padded_to=length), kfac_approx)
-        for length in (7, 11)
+        matrix(model, ragged_batches(padded_to=length), "expand") for length in (7, 11)
     )
     assert_close(short, long, **EXACT)
     # One mask of all texts is that of each.
     batch = first_batch(lengths=(5, 5, 5), padded_to=7)
     of_all = batch | {"attention_mask": batch["attention_mask"][:1]}
-    found = matrix(model, [of_all], kfac_approx)
-    assert_close(found, matrix(model, [batch], kfac_approx), **EXACT)
+    found = matrix(model, [of_all], "expand")
+    assert_close(found, matrix(model, [batch], "expand"), **EXACT)
 
 
 def of_features(shape: tuple[int, ...]) -> Batch:
@@ -411,7 +318,6 @@ def features_alone(m: Two, batch: Batch) -> Tensor:
         # Beside features, it counts no padding as positions.
         (features_alone, [of_features((1, 4))], "use kfac_approx"),
         (features_alone, [of_features((3, 4, 4))], "use kfac_approx"),
-        (features_alone, [of_features((3, 1, 4, 4))], "use kfac_approx"),
     ],
 )
 def test_rows_that_no_mask_can_sort_are_refused(run, batches, message):
@@ -478,28 +384,6 @@ def test_texts_are_proven_at_larger_sizes_and_other_inputs_every_time(monkeypatc
     embedded = embed(eight["input_ids"]).detach()
     for _ in range(2):
         assert n_proofs({"inputs_embeds": embedded, "attention_mask": mask}) == 1
-
-
-# How many forward passes three examples take beside that of the batch. Where proofs
-# fail, each example has a pass of its own.
-TOGETHER = ["BERT", "OPT", "T5", "Qwen2-MoE", "Swin", "MobileViT", "TimeSformer"]
-ALONE = ["DeBERTa-v3", "XLNet", "Longformer"]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", TOGETHER + ALONE)
-def test_families_whose_examples_come_together(name):
-    family = FAMILIES[name]
-    examples = [
-        {k: v.to(family.dtype) if v.is_floating_point() else v for k, v in each.items()}
-        for each in family.examples(3)
-    ]
-    batch = together(examples, "right")
-    la = make(family.model(CLASSIFIER))
-    la.fit([batch | {"labels": torch.arange(3)}])
-    calls = count_forward_passes(la)
-    la(batch)
-    assert len(calls) == (1 if name in TOGETHER else 1 + 3)
 
 
 # Passes of a batch of four: of the batch, and one of each example; and another of the

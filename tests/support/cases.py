@@ -334,11 +334,16 @@ class DensePosterior:
 
 def dense(case: Case) -> Dense:
     """Differentiate each example's logits, alone."""
+    model, training = case.model, []
     # Where it evaluates already, this would pack weights of four bits anew.
-    if case.model.training:
-        case.model.eval()
+    if model.training:
+        training = [module for module in model.modules() if module.training]
+        model.eval()
     weights = [*case.weights().values()]
-    return case.dense(*alone(case.model, case.logits_of, case.examples(), weights))
+    found = alone(model, case.logits_of, case.examples(), weights)
+    for module in training:
+        module.training = True
+    return case.dense(*found)
 
 
 def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:

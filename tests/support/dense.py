@@ -58,27 +58,6 @@ def _answers(output: Any, inputs: Any) -> Tensor:
     return logits[torch.arange(len(mask)), last][:, CLASS_TOKEN_IDS]
 
 
-def lora_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
-    """Find the layers that hold a LoRA weight, with their names."""
-    with_a_weight = (nn.Linear, nn.Conv1d, nn.Conv2d)
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if "lora_" in name and isinstance(module, with_a_weight)
-    ]
-
-
-def lora_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Find LoRA weights of layers and convolutions, in parameters' order."""
-    of_layers = {id(layer.weight) for _, layer in lora_layers(model)}
-    # By the model's own names, which are what `functional_call` is given.
-    return {
-        name: weight.detach()
-        for name, weight in model.named_parameters()
-        if id(weight) in of_layers
-    }
-
-
 def jacobians(
     model: nn.Module, inputs: Any, weights: Mapping[str, Tensor] | None = None
 ) -> Tensor:
@@ -86,6 +65,9 @@ def jacobians(
 
     Of all LoRA weights by default.
     """
+    if weights is None:
+        parameters = model.named_parameters()
+        weights = {name: value for name, value in parameters if "lora_" in name}
     args, kwargs = (
         ((), dict(inputs)) if isinstance(inputs, Mapping) else ((inputs,), {})
     )
@@ -94,7 +76,7 @@ def jacobians(
         output = torch.func.functional_call(model, weights, args, kwargs)
         return _answers(output, inputs)
 
-    at = dict(lora_weights(model) if weights is None else weights)
+    at = {name: weight.detach() for name, weight in weights.items()}
     derivatives = torch.func.jacrev(logits_at)(at)
     return torch.cat([J.flatten(2) for J in derivatives.values()], dim=2)
 

@@ -22,20 +22,21 @@ from tests.support.models import (
     ragged_batches,
 )
 from tests.support.posteriors import normal
+from tests.support.snapshots import half_trained
 
 # --- rows of linear layers ------------------------------------------------------------
 
 
 def of_linear_layers() -> Case:
-    """Adapt an encoder's linear layers."""
-    return Case(lora_model("bert").eval(), ragged_batches())
+    """Adapt linear layers of an encoder that is in the middle of a training."""
+    return Case(half_trained(lora_model("bert")), ragged_batches())
 
 
-def of_answers(kind: str = "gpt2", side: str = "left") -> Case:
+def of_answers() -> Case:
     """Adapt a language model that answers after the last token."""
     return Case(
-        lora_model(kind).eval(),
-        ragged_batches(padding_side=side),
+        lora_model("gpt2").eval(),
+        ragged_batches(padding_side="left"),
         keywords={"class_token_ids": CLASS_TOKEN_IDS},
         split=unpadded_rows,
     )
@@ -97,7 +98,6 @@ def of_multiple_choice() -> Case:
 LINEAR: dict[str, Callable[[], Case]] = {
     "LoRA of an encoder": of_linear_layers,
     "LoRA of a decoder, padded left": of_answers,
-    "LoRA of a decoder with rotations": partial(of_answers, "gpt_neox", "right"),
     "prompts as strings": of_strings,
     "multiple choice": of_multiple_choice,
 }

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace_lora_ext.models.logits_model import LogitsModel
 from tests.support.models import (
     RAGGED,
+    Batch,
     head_of,
     laplace_keywords,
     lora_model,
@@ -177,27 +178,22 @@ def validation_loss(la, prior_precision, batches, **predictions: Any) -> float:
     return metric.compute().item()
 
 
-class HostLoader:
-    """What the host needs of a DataLoader."""
+class HostLoader(list[Batch]):
+    """What the host needs of a DataLoader: nothing but the length of its data."""
 
-    def __init__(self, batches: list[dict[str, Tensor]]) -> None:
-        self.batches = batches
-        # The host asks for nothing but its length.
-        self.dataset = range(sum(len(batch["labels"]) for batch in batches))
-
-    def __iter__(self):
-        return iter(self.batches)
+    @property
+    def dataset(self) -> range:
+        return range(sum(len(batch["labels"]) for batch in self))
 
 
 def stock(
     model: nn.Module,
     kind: str,
-    structure: str,
-    batches: list[dict[str, Tensor]],
+    batches: list[Batch],
     parts: Sequence[str] = ("lora_",),
     dict_key_x: str = "input_ids",
 ):
-    """Fit the host's posterior over weights with these parts in their names.
+    """Fit the host's Kron over weights with these parts in their names.
 
     It reads a batch's size off `dict_key_x`.
     """
@@ -206,7 +202,7 @@ def stock(
         parameter.requires_grad_(takes_part)
     wrapper = LogitsModel(model, **laplace_keywords(kind))
     la = laplace.Laplace(
-        wrapper, "classification", "all", structure, dict_key_x=dict_key_x
+        wrapper, "classification", "all", "kron", dict_key_x=dict_key_x
     )
     la.fit(HostLoader(batches))
     return la

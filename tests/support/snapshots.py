@@ -15,18 +15,20 @@ class Snapshot:
     """All of a model and of torch's global state that a user could see changed."""
 
     def __init__(self, model: Any) -> None:
-        modules = dict(model.named_modules())
+        modules, one = dict(model.named_modules()), torch.ones(1, 1)
         self.parameters = dict(model.named_parameters())
         # The same objects: an optimizer holds on to those that it was given.
         self.grads = {name: each.grad for name, each in self.parameters.items()}
-        self.values = {name: each.detach().clone() for name, each in _tensors(model)}
+        tensors = self.parameters | dict(model.named_buffers())
+        self.values = {name: each.detach().clone() for name, each in tensors.items()}
         self.values |= {
             f"gradient of {name}": grad.clone()
             for name, grad in self.grads.items()
             if grad is not None
         }
         self.settings = {
-            "torch": _torch_state(),
+            # What autocast would do, without asking it for each kind of device.
+            "torch": (torch.is_grad_enabled(), (one @ one).dtype),
             # Plain modules have none.
             "config": model.config.to_dict() if hasattr(model, "config") else None,
             "training": {name: each.training for name, each in modules.items()},
@@ -52,27 +54,9 @@ class Snapshot:
             assert torch.equal(now.random_state, self.random_state)
 
 
-def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
-
-
 def _hooks_of(module: nn.Module) -> dict[str, dict]:
     # A kind of which none was ever registered may be None.
     return {kind: dict(getattr(module, kind) or {}) for kind in HOOKS}
-
-
-def _torch_state() -> dict[str, Any]:
-    """Tell what torch is set to, for all models."""
-    one = torch.ones(1, 1)
-    return {
-        "grad mode": torch.is_grad_enabled(),
-        "inference mode": torch.is_inference_mode_enabled(),
-        "default dtype": torch.get_default_dtype(),
-        # What autocast would do, without asking it for each kind of device.
-        "autocast": one.matmul(one).dtype,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "threads": torch.get_num_threads(),
-    }
 
 
 def facts_of(la: Any, batch: Any) -> dict[str, Tensor]:
