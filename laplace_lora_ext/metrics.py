@@ -47,7 +47,7 @@ def quality(
     Raises
     ------
     ValueError
-        If a probability is not finite, or the labels are not one for each row.
+        If the labels are not one for each row.
     """
     if probabilities.ndim != 2 or labels.shape != probabilities.shape[:1]:
         raise ValueError(
@@ -55,8 +55,6 @@ def quality(
             f"{tuple(probabilities.shape)} with {tuple(labels.shape)}: "
             "compare(la, loader) measures several labels and labels of tokens."
         )
-    if not torch.isfinite(probabilities).all():
-        raise ValueError("Probabilities are not finite.")
     n_classes = probabilities.shape[1]
     # torchmetrics takes anything outside [0, 1] for logits, even a rounding error.
     p = probabilities.double().clamp(0, 1)

@@ -144,9 +144,10 @@ def predict(arguments: PredictArguments) -> None:
             logits, prediction = predict_both(la, batch, pred_type)
             trained = la.task.class_logits(logits).softmax(-1)
             for line in _lines(loaded, prediction, trained):
-                shown = rows[bar.n]
+                shown, text = rows[n_done], texts[n_done]
+                n_done += 1
                 if not arguments.all_columns:
-                    shown = {"id": shown.get("id", bar.n + 1), "text": texts[bar.n]}
+                    shown = {"id": shown.get("id", n_done), "text": text}
                 file.write(json.dumps(shown | line, ensure_ascii=False) + "\n")
                 bar.update()
             file.flush()

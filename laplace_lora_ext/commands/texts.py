@@ -34,24 +34,17 @@ def read_rows(source: str) -> list[Row]:
         raise UsageError(f"{source} does not exist. Pass {_HINT}.")
     if not path.is_file():
         return _read_hub(source)
-    text = _decoded(path)
+    try:
+        text = path.read_text("utf-8-sig")  # some programs begin it with a mark
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{path} is not in UTF-8 ({error}): save it as UTF-8 (in Excel "
+            '"CSV UTF-8"), or convert it, as by iconv -f cp1252 -t utf-8.'
+        ) from error
     rows = _read_table(text, source) if kind in _TABLES else _read_json(text, source)
     if not rows:
         raise UsageError(f"{source} has no rows.")
     return rows
-
-
-def _decoded(path: Path) -> str:
-    """Read a text file as it is, without the mark that some programs begin it with."""
-    content = path.read_bytes()
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise UsageError(
-            f"{path} is not in UTF-8, as line {line} shows: save it as UTF-8 (in Excel "
-            '"CSV UTF-8"), or convert it, as by iconv -f cp1252 -t utf-8.'
-        ) from error
 
 
 def _read_table(text: str, source: str) -> list[Row]:

@@ -34,6 +34,7 @@ from laplace_lora_ext.tasks.token_labels import (
     TokenClassification,
     check_labels,
     check_places,
+    refuse_answers,
 )
 
 
@@ -211,11 +212,7 @@ class TokensModel(LogitsModel):
         normalised: bool,
     ) -> Answers:
         transformer = super().transformer
-        if class_token_ids is not None or mask_token_id is not None or normalised:
-            raise ValueError(
-                'The likelihood "language_modeling" predicts the whole vocabulary: '
-                "leave out class_token_ids, class_texts, mask_token_id and normalised."
-            )
+        refuse_answers(class_token_ids, mask_token_id, normalised)
         if transformer is None or not transformer.can_generate():
             raise ValueError(
                 'The likelihood "language_modeling" needs a transformers model that '

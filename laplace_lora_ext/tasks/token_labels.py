@@ -96,20 +96,8 @@ class TokenLabelsModel(LogitsModel):
         mask_token_id: int | None,
         normalised: bool,
     ) -> Answers:
-        if class_token_ids is not None or mask_token_id is not None or normalised:
-            raise ValueError(
-                'The likelihood "token_classification" has the classes of the '
-                "model's own head: leave out class_token_ids, class_texts, "
-                "mask_token_id and normalised."
-            )
-        transformer = self.transformer
-        if transformer is not None and transformer.can_generate():
-            raise ValueError(
-                'The likelihood "token_classification" needs a model that labels '
-                "tokens, such as one of AutoModelForTokenClassification: for a model "
-                'that writes use "language_modeling".'
-            )
-        return Answers(transformer)
+        refuse_answers(class_token_ids, mask_token_id, normalised)
+        return Answers(self.transformer)
 
 
 class TokenClassification(Classification):
@@ -177,6 +165,17 @@ def _check_any(places: Tensor) -> None:
     if not places.any():
         raise ValueError(
             f"no token is labelled: every label is {IGNORED}. Leave such batches out"
+        )
+
+
+def refuse_answers(
+    class_token_ids: Sequence[Any] | None, mask_token_id: int | None, normalised: bool
+) -> None:
+    """Refuse options of models that answer, where all outputs are read."""
+    if class_token_ids is not None or mask_token_id is not None or normalised:
+        raise ValueError(
+            "Labels of tokens are classes of the model's own output: leave out "
+            "class_token_ids, class_texts, mask_token_id and normalised."
         )
 
 

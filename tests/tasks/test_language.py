@@ -618,8 +618,9 @@ def test_pairs_are_refused(adapted):
     ("kind", "keywords", "message"),
     [
         ("bert", {}, "generates text"),
-        ("gpt2", {"class_token_ids": [1, 2]}, "whole vocabulary"),
-        ("gpt2", {"mask_token_id": 1}, "whole vocabulary"),
+        ("gpt2", {"class_token_ids": [1, 2]}, "leave out class_token_ids"),
+        ("gpt2", {"mask_token_id": 1}, "leave out class_token_ids"),
+        ("gpt2", {"normalised": True}, "leave out class_token_ids"),
     ],
 )
 def test_models_that_do_not_fit_are_refused(kind, keywords, message):

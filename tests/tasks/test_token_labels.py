@@ -348,7 +348,6 @@ def fit_labels_of_texts():
             "logits of shape",
         ),
         (lambda: make(token_classifier()).fit(batches()), TOKENS),
-        (lambda: make(lora_model("gpt2"), likelihood=TOKENS), "language_modeling"),
         (lambda: make(token_classifier(), "kron", TOKENS), "hessian_structure"),
     ],
 )
