@@ -250,6 +250,7 @@ class Request(Run):
     length: int = option(16, "tokens of a text")
     texts: int = option(64, "random ones that it is fitted to")
     requests: int = option(200, "of each kind")
+    workers: int = option(8, "threads that ask at the same time, for the throughput")
     seed: int = option(0, "of weights and tokens", type=int)
 
 

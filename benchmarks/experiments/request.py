@@ -1,11 +1,13 @@
 """What one text costs: requests one after the other, in forward passes of the model."""
 
 import statistics
+import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from laplace_lora_ext import LowRankKronLoRALaplace
 from laplace_lora_ext.predictive.moments import Contrasts
 
 BARE = "the model's own forward pass"
+LEARNT = "learnt variance"
 EPOCH = "an epoch of training"
 FIT = "a fit to its texts"
 WIDTH, LAYERS = 16, 32  # of the thin Llama
@@ -151,7 +154,7 @@ def _measured(jobs: Jobs, options: Request, clock: Callable[[], float]) -> list[
         BARE: requests.forward,
         "passes of an exact prediction": requests.passes,
         "exact": requests.exact,
-        "learnt variance": requests.learnt,
+        LEARNT: requests.learnt,
         "without variance": requests.scaled,
         f"{DRAWS} draws of the weights": requests.drawn,
     }
@@ -164,6 +167,9 @@ def _measured(jobs: Jobs, options: Request, clock: Callable[[], float]) -> list[
         ]
         forward, taken = map(statistics.median, zip(*seconds[WARM_UP:], strict=True))
         rows.append({"request": kind, "ms": 1000 * taken, "forwards": taken / forward})
+    rows += [
+        {"request": kind, **throughput(kinds[kind], options)} for kind in (BARE, LEARNT)
+    ]
     seconds = [
         (seconds_of(jobs.train, clock), seconds_of(jobs.fit, clock))
         for _ in range(FITS)
@@ -174,6 +180,25 @@ def _measured(jobs: Jobs, options: Request, clock: Callable[[], float]) -> list[
     return rows
 
 
+def throughput(request: Callable[[], Any], options: Request) -> Row:
+    """Return how many requests a second several threads finish, beside one."""
+    rates = [_rate(request, n, options.requests) for n in (1, options.workers)]
+    return {"workers": options.workers, "throughput": rates[1] / rates[0]}
+
+
+def _rate(request: Callable[[], Any], n_threads: int, n_requests: int) -> float:
+    def answer(_: int) -> None:
+        request()
+
+    # A new thread has as many threads of OpenMP as there are cores.
+    one_core = partial(torch.set_num_threads, 1)
+    with ThreadPoolExecutor(n_threads, initializer=one_core) as pool:
+        list(pool.map(answer, range(n_threads)))
+        start = time.perf_counter()
+        list(pool.map(answer, range(n_requests)))
+        return n_requests / (time.perf_counter() - start)
+
+
 def text_of(rows: list[Row], options: Request) -> list[str]:
     """Put the figures in words and a table."""
     return [
@@ -181,6 +206,7 @@ def text_of(rows: list[Row], options: Request) -> list[str]:
         "requests, each in turn with a forward pass, in processor time. The weights of "
         "LoRA and head are random: they tell about speed only. An epoch is a forward "
         f"and a backward pass of one batch of {options.texts} texts, and a step of "
-        "AdamW; a fit has its default draws.",
-        table(rows, ["model", "request", "ms", "forwards", "epochs"]),
+        "AdamW; a fit has its default draws. Throughput is that of "
+        f"{options.workers} threads, each on one core, in that of one.",
+        table(rows, ["model", "request", "ms", "forwards", "epochs", "throughput"]),
     ]

@@ -14,8 +14,10 @@ def test_every_kind_of_request(tmp_path):
     assert models == {"MiniLM, 3 classes", "32 layers of width 16"}
     for model in models:
         of_model = rows_with(rows, model=model)
-        assert len(of_model) == 8
-        *requests, epoch, fit = of_model
+        assert len(of_model) == 10
+        *requests, bare, learnt, epoch, fit = of_model
+        assert bare["throughput"] > 0
+        assert learnt["throughput"] > 0
         assert fit["epochs"] == pytest.approx(fit["ms"] / epoch["ms"])
         assert all(row["forwards"] > 0 for row in requests)
-        assert all(row["ms"] > 0 for row in of_model)
+        assert all(row["ms"] > 0 for row in [*requests, epoch, fit])
