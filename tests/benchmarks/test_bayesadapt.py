@@ -13,9 +13,7 @@ import transformers
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, Dataset
-
-from laplace_lora_ext import Laplace
+from torch.utils.data import Dataset
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "bayesadapt.py"
 
@@ -140,36 +138,3 @@ def test_the_head_keeps_the_answers(model, tokenizer, tiny_models):
     with torch.no_grad(), model.disable_adapter():
         expected = load(tiny_models[True])(**inputs).logits[..., answers]
         assert_close(model(**inputs).logits, expected)
-
-
-class WrappedModel(nn.Module):
-    """Is what the gym's Laplace trainer puts around its model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **inputs: Any) -> torch.Tensor:
-        inputs.pop("labels", None)
-        return self.model(**inputs).logits[:, -1, :]
-
-
-def test_the_gyms_own_trainer_takes_the_library_by_one_import(model, tokenizer):
-    loader = DataLoader(
-        Questions("train"), 4, collate_fn=lambda items: collate(tokenizer, items)[:2]
-    )
-    la = Laplace(
-        WrappedModel(model),
-        "classification",
-        prior_precision=1.0,
-        subset_of_weights="lora",
-        hessian_structure="lowrank_kron",
-    )
-    la.fit(loader)
-    la.optimize_prior_precision(method="marglik", n_steps=5, lr=1e-1)
-    inputs, _ = next(iter(loader))
-    with torch.no_grad():
-        f_mu, f_var = la._glm_predictive_distribution(inputs)
-        assert_close(f_mu, model(**inputs).logits[:, -1])
-    assert f_var.shape == (4, 3, 3)
-    assert torch.linalg.eigvalsh(f_var).amin() > -1e-6

@@ -44,9 +44,3 @@ def test_every_series_at_small_sizes(tmp_path):
     (of_width,) = rows_with(rows, against="width")
     ratio = of_width["seconds"] / of_width["seconds_without"]
     assert of_width["ratio"] == pytest.approx(ratio)
-
-
-@pytest.mark.usefixtures("in_this_process")
-def test_a_series_without_sizes_is_left_out(tmp_path):
-    finished = run(tmp_path, SMALL + " --classes --lengths --processes")
-    assert set(values_of(finished.rows, "against")) == {"width"}

@@ -1,4 +1,4 @@
-"""Sentences about results, each of its case, and a page as a browser draws it."""
+"""Sentences about results, each of its case, and a page of HTML."""
 
 import re
 
@@ -9,7 +9,6 @@ from torch import Tensor
 from laplace_lora_ext.commands.report import figures_of, reason, verdict
 from laplace_lora_ext.plots import Outcomes
 from laplace_lora_ext.predictive.predictions import Prediction
-from tests.support.browser import CHROMIUM, browse
 from tests.support.commands import run
 
 NAMES = ("plant", "air")
@@ -94,10 +93,3 @@ def test_the_report_is_one_page_without_any_outside_file(calibrated, refusal, tm
     for mark in ("src=", "<link", "@import", "url(http"):
         assert mark not in document
     assert "exists" in refusal("report", **options)
-    if CHROMIUM is not None:
-        for width in (1280, 390):
-            picture = tmp_path / f"{width}.png"
-            size = f"--window-size={width},900"
-            browse(output, tmp_path / "profile", size, f"--screenshot={picture}")
-            # An empty page's is smaller.
-            assert picture.stat().st_size > 10_000

@@ -62,6 +62,7 @@ def pairs_of_texts() -> dict[str, Tensor]:
     (target,) = ragged_batches((3, 4, 2), padded_to=4, seed=2)
     is_padding = target["attention_mask"] == 0
     labels = target["input_ids"].masked_fill(is_padding, -100)
+    labels[1, ::2] = -100
     return source | {"labels": labels}
 
 

@@ -21,11 +21,9 @@ from transformers import (
     FSMTForConditionalGeneration,
 )
 
-import laplace_lora_ext
 import tests.support.dense as dense
 from laplace_lora_ext.models import output_layer
 from laplace_lora_ext.passes import graph
-from laplace_lora_ext.saving import write_state
 from laplace_lora_ext.tasks.classification import drawn_labels
 from laplace_lora_ext.tasks.language import TokensModel
 from laplace_lora_ext.tasks.task import Draws
@@ -192,17 +190,6 @@ def test_the_loss_and_the_evidence_are_those_of_all_labelled_tokens(gpt2):
     )
     found = la.log_marginal_likelihood(prior_precision)
     assert_close(found, expected)
-
-
-def test_files_are_read(gpt2, tmp_path):
-    la = fitted_text(gpt2, prior_precision=20.0)
-    write_state(la.state_dict(), tmp_path)
-    again = laplace_lora_ext.from_pretrained(gpt2, tmp_path)
-    assert again.likelihood == "language_modeling"
-    scores = [
-        each.score(first_batch(), 2, generator()).log_prob for each in (la, again)
-    ]
-    assert_close(*scores)
 
 
 # --- what classes and texts refuse each other -----------------------------------------
@@ -386,12 +373,6 @@ def test_settings_that_do_not_fit_are_refused(settings, message, gpt2):
         make_of_texts(gpt2, **settings).fit(text_batches())
 
 
-def test_one_label_is_drawn_for_each_token_by_default(gpt2):
-    settings = make_of_texts(gpt2).backend.settings
-    drawn = {"stochastic": True, "draws": "labels", "num_samples": 1}
-    assert {name: settings[name] for name in drawn} == drawn
-
-
 def test_texts_are_no_choices(gpt2):
     # Without answers, a model waits for batches that bring choices.
     with pytest.raises(ValueError, match="language_modeling"):
@@ -430,46 +411,21 @@ def six_texts(**changes: Tensor) -> Batch:
     return batch | changes
 
 
-def padded_texts(side: str) -> Batch:
-    """Make a batch of all texts, with two positions more than the longest has."""
-    (batch,) = text_batches(batch_size=6, padding_side=side, padded_to=9)
-    return batch
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox"])
-def test_logits_are_those_that_predict_labels_in_the_texts_alone(kind, side):
+def test_logits_predict_all_of_a_text_but_its_first_token_and_no_padding(kind, side):
     model = lora_model(kind).eval()
-    batch = padded_texts(side)
-    adapted = TokensModel(model)
-    expected, _ = token_logits(model, [batch])
-    assert_close(adapted(batch), expected, **CLOSE)
-    assert adapted.output_size == VOCABULARY
-
-
-def test_targets_are_the_labels_of_the_texts_in_their_order(gpt2, adapted):
-    batch = padded_texts("left")
-    _, of_texts = token_logits(gpt2, [batch])
-    is_labelled = batch["labels"] != IGNORED
-    assert torch.equal(adapted.labelled(batch), is_labelled)
-    assert torch.equal(batch["labels"][is_labelled], of_texts)
-    _, targets = adapted.split(batch)
-    assert torch.equal(targets[targets != IGNORED], of_texts)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_texts_first_token_is_predicted_by_nothing_and_by_no_padding(
-    gpt2, adapted, side
-):
-    batch = padded_texts(side)
+    (batch,) = text_batches(batch_size=6, padding_side=side, padded_to=9)
     is_real = batch["attention_mask"].bool()
     batch["labels"] = batch["input_ids"].masked_fill(~is_real, IGNORED)
-    expected, _ = token_logits(gpt2, [batch])
-    n_texts = len(LENGTHS)
-    n_predicted = is_real.sum() - n_texts
-    assert len(expected) == n_predicted
-    assert adapted.labelled(batch).sum() == n_predicted
+    expected, of_texts = token_logits(model, [batch])
+    adapted = TokensModel(model)
     assert_close(adapted(batch), expected, **CLOSE)
+    assert adapted.output_size == VOCABULARY
+    is_first = is_real & (is_real.cumsum(1) == 1)
+    assert torch.equal(adapted.labelled(batch), is_real & ~is_first)
+    _, targets = adapted.split(batch)
+    assert torch.equal(targets[targets != IGNORED], of_texts)
 
 
 def assert_has_the_loss_of_training(model: nn.Module, batch: Batch) -> None:
@@ -541,19 +497,6 @@ def test_labels_of_an_encoder_decoder_are_predicted_at_their_own_place(kind):
         embeddings = model.get_input_embeddings()(tokens)
         found = adapted(batch | {"decoder_inputs_embeds": embeddings})
         assert_close(found, expected)
-
-
-def test_labels_anywhere_in_an_encoder_decoders_text_are_found():
-    model = encoder_decoder("t5")
-    labels = torch.tensor(
-        [[5, 6, 7, 8], [IGNORED, 9, IGNORED, 4], [IGNORED, IGNORED, 3, 2]]
-    )
-    batch = pairs_of_texts() | {"labels": labels}
-    tokens = shifted(model, labels)
-    output = model(**batch, decoder_input_ids=tokens)
-    expected = output.logits[labels != IGNORED]
-    found = TokensModel(model)(batch)
-    assert_close(found, expected.to(found))
 
 
 def test_an_encoder_decoder_may_have_no_method_that_shifts_labels(monkeypatch):
