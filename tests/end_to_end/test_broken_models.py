@@ -145,12 +145,11 @@ def batch_of(*parts: str) -> tuple[dict[str, Tensor], Tensor]:
     return {"zeros": X.new_zeros(4, 3)} | {part: inputs[part] for part in parts}, y
 
 
-@pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
-def test_layers_that_a_batch_does_not_call_get_no_curvature_from_it(structure):
+def test_layers_that_a_batch_does_not_call_get_no_curvature_from_it():
     model = with_lora(TextsAndImages(), "texts", "images")
     parts = [("texts", "images"), ("texts",), (), ("images",)]
     batches = [batch_of(*each) for each in parts]
-    la = make(model, structure, **full_rank(structure))
+    la = make(model, **full_rank())
     la.fit(batches)
     assert_exact(la, OfMapping(model), [X for X, _ in batches])
     # Logits that no layer has made are in no doubt.

@@ -113,17 +113,6 @@ def test_predictions_and_their_mixtures_are_the_dense_ones(fit, la):
 
 
 @of_cases(SOME)
-def test_statistics_have_the_dense_moments_of_any_prior(fit, la):
-    given = {"link_approx": "probit", "dtype": torch.float64}
-    statistics = la.predictive_statistics(fit.case.batches, **given)
-    moments = statistics.moments(3.0)
-    expected = dense_posterior(fit, torch.tensor([3.0]))
-    assert_near(moments.f_mu, fit.logits, fit.case.tolerance)
-    assert_near(moments.f_var, expected.f_var, fit.case.tolerance)
-    assert torch.equal(statistics.targets, fit.case.labels())
-
-
-@of_cases(SOME)
 def test_all_outputs_of_a_batch_have_the_dense_covariance(fit, la):
     X, *_ = fit.case.all_inputs()
     f_mu, covariance = la.predictive_moments(X, joint=True)

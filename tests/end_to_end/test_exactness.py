@@ -1,95 +1,19 @@
-"""Statistics of the paper against dense Kronecker blocks and stock Kron."""
+"""Statistics of the paper against stock Kron."""
 
-from collections.abc import Mapping
 from functools import partial
 
-import pytest
-import torch
-from torch import Tensor, nn
 from torch.testing import assert_close
 
 import laplace_lora_ext
-from tests.support.cases import Case, assert_dense, dense
-from tests.support.dense import derivatives_of, full_rank, power
-from tests.support.matrices import LINEAR, PARTS
+from tests.support.dense import full_rank
+from tests.support.matrices import PARTS
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import fitted, make, stock
-from tests.support.tasks import OF_TARGETS
 
 # Many entries of a Kronecker product are near 0, sums of larger ones that cancel.
 assert_exact = partial(assert_close, rtol=1e-9, atol=1e-9)
 # At this rank only the Kronecker form approximates.
 EXPAND = full_rank(kfac_approx="expand")
-
-
-def lora_layers(model: nn.Module) -> list[nn.Module]:
-    """Find the layers that hold a LoRA weight."""
-    modules = model.named_modules()
-    return [m for name, m in modules if "lora_" in name and isinstance(m, nn.Linear)]
-
-
-def inputs_and_gradients(
-    case: Case, example: Mapping[str, Tensor]
-) -> list[tuple[Tensor, Tensor]]:
-    """Return each LoRA layer's inputs `(T, n)` and gradients in its outputs.
-
-    The gradients are those of one example's logits, `(C, T, m)`.
-    """
-    layers = lora_layers(case.model)
-    read: dict[nn.Module, Tensor] = {}
-    shifts: dict[nn.Module, Tensor] = {}
-
-    # The derivative in a layer's output is that in a shift of it, at 0.
-    def shifted(layer, args, output):
-        (batch,) = args
-        read[layer] = batch[0].detach()
-        shifts[layer] = torch.zeros_like(output, requires_grad=True)
-        return output + shifts[layer]
-
-    handles = [layer.register_forward_hook(shifted) for layer in layers]
-    logits = case.logits_of(case.model, example)
-    for handle in handles:
-        handle.remove()
-    gradients = derivatives_of(logits, [shifts[layer] for layer in layers])
-    return [
-        (read[layer], of_layer[:, 0])
-        for layer, of_layer in zip(layers, gradients, strict=True)
-    ]
-
-
-def expand_curvature(case: Case) -> Tensor:
-    """Compute dense Kronecker blocks of `kfac_approx="expand"` as one matrix.
-
-    Each is `(Σ g gᵀ) ⊗ (Σ a aᵀ) / T` over all T positions that are no padding, with
-    inputs a and gradients g of each of the Fisher's columns.
-    """
-    n_blocks = len(lora_layers(case.model))
-    F_out: list = [0.0] * n_blocks
-    F_in: list = [0.0] * n_blocks
-    n_positions = 0
-    for example in case.examples():
-        is_valid = example["attention_mask"][0].bool()
-        n_positions += int(is_valid.sum())
-        logits = case.logits_of(case.model, example).detach()
-        # H = root rootᵀ, another factor (C, C) than the library's.
-        root = power(case.target.fisher(logits[None])[0], 0.5)
-        of_layers = inputs_and_gradients(case, example)
-        for index, (inputs, gradients) in enumerate(of_layers):
-            a = inputs[is_valid]
-            g = torch.einsum("cs,ctm->stm", root, gradients[:, is_valid])
-            F_out[index] += torch.einsum("stm,stk->mk", g, g)
-            F_in[index] += a.T @ a
-    blocks = map(torch.kron, F_out, F_in)
-    return torch.block_diag(*blocks) / n_positions
-
-
-@pytest.mark.parametrize(
-    "build", [OF_TARGETS["numbers"].case, LINEAR["LoRA of a decoder, padded left"]]
-)
-def test_covariance_and_evidence_of_expand_equal_dense_formulas(build):
-    case = build()
-    case.model.eval()
-    assert_dense(case.fitted(**EXPAND), dense(case), expand_curvature(case))
 
 
 def test_padding_and_batches_change_nothing_and_two_runs_are_one():

@@ -41,7 +41,6 @@ from tests.support.snapshots import Snapshot
 assert_exact = partial(assert_close, **EXACT)
 # Most of these models are warned of, since their examples take passes of their own.
 pytestmark = pytest.mark.filterwarnings("ignore")
-MIXTRAL = partial(of_experts, "Mixtral")
 ONE_HEAD, _, PLAIN_HEAD, *_, B_ALONE = SELECTIONS.values()
 
 
@@ -77,7 +76,7 @@ def test_each_example_takes_a_pass_of_its_own_which_is_said_once():
 # --- further adapters, and one whose A is frozen --------------------------------------
 
 
-@pytest.mark.parametrize("build", [MIXTRAL, of_embedding, of_tokens, of_activated])
+@pytest.mark.parametrize("build", [of_experts, of_embedding, of_tokens, of_activated])
 def test_a_second_adapter_has_matrices_of_its_own(build):
     case = build()
     texts = case.all_inputs()
@@ -209,7 +208,7 @@ def test_names_of_an_embedding_and_of_tokens():
     ],
 )
 def test_experts_are_selected_by_their_module_or_their_parameter(name, parameters):
-    found = names(MIXTRAL(), target_modules=[name])
+    found = names(of_experts(), target_modules=[name])
     # A name ends with the parameter, the matrix, and the expert's weight.
     assert {each.split(".")[-3] for each in found} == parameters
     # In two layers, A and B of three experts.
@@ -218,7 +217,7 @@ def test_experts_are_selected_by_their_module_or_their_parameter(name, parameter
 
 
 def test_a_posterior_of_some_experts_leaves_the_others_as_they_are():
-    case = MIXTRAL()
+    case = of_experts()
     wanted = [
         block.known_as for block in find_blocks(case.model) if block.name[-3:] == "[1]"
     ]

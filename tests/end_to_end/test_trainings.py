@@ -1,6 +1,5 @@
 """Trainings in stages and students, whatever the weights and the task."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +47,9 @@ def of_images() -> Case:
     return Case(get_peft_model(base, LoraConfig(r=2, **targets)), [batch])
 
 
-BUILD = {
-    "experts": partial(of_experts, "Mixtral"),
-    "trainable tokens": of_tokens,
-    "images": of_images,
-} | {name: task.case for name, task in OF_TARGETS.items()}
+BUILD = {"experts": of_experts, "trainable tokens": of_tokens, "images": of_images} | {
+    name: task.case for name, task in OF_TARGETS.items()
+}
 
 
 class OfCase(Trainer):

@@ -92,12 +92,6 @@ def positions_first(m: Two, x: Tensor) -> Tensor:
     return average(both_layers(m, x.transpose(0, 1)).transpose(0, 1))
 
 
-def positions_first_flat(m: Two, x: Tensor) -> Tensor:
-    n_examples, length, _ = x.shape
-    rows = both_layers(m, x.transpose(0, 1).flatten(0, 1))
-    return average(rows.reshape(length, n_examples, -1).transpose(0, 1))
-
-
 def windows(m: Two, x: Tensor) -> Tensor:
     """Pairs of neighbours are rows of their own, as in attention within windows."""
     return average(both_layers(m, x.reshape(-1, 2, 5)).reshape(*x.shape[:2], -1))
@@ -107,7 +101,7 @@ def backwards(m: Two, x: Tensor) -> Tensor:
     return average(both_layers(m, x.flip(0)).flip(0))
 
 
-LAYOUTS = [flat, positions_first, positions_first_flat, windows, backwards]
+LAYOUTS = [flat, positions_first, windows, backwards]
 
 
 def on_tokens(run: Forward) -> Forward:
@@ -177,14 +171,9 @@ def one_position(m: Two, batch: Batch) -> Tensor:
 # --- inputs ---------------------------------------------------------------------------
 
 
-def some_numbers(n: int, length: int) -> Tensor:
-    """Make `(n, length, 5)` inputs."""
-    return sequences(n, length)[0]
-
-
 def numbers(*sizes: tuple[int, int]) -> list[Tensor]:
-    """Make a batch of each size, of so many examples and positions."""
-    return [some_numbers(*size) for size in sizes]
+    """Make inputs `(n, length, 5)` of each size."""
+    return [sequences(*size)[0] for size in sizes]
 
 
 def texts(*sizes: tuple[int, int]) -> list[Tensor]:
@@ -222,10 +211,6 @@ def checked(model: nn.Module, inputs: Sequence[Any]) -> Any:
 CASES = {run.__name__: (on_tokens(run), texts(*SIZES)) for run in LAYOUTS} | {
     "inputs that are no texts": (windows, numbers(*SIZES)),
     "two calls of a layer, two layouts": (both_ways, numbers((4, 4), (3, 3), (3, 5))),
-    "as many shared rows as examples": (
-        shared(3),
-        numbers((1, 3), (3, 3), (2, 5), (4, 4)),
-    ),
     "texts, shared rows": (on_tokens(shared(3)), texts((3, 3), (2, 5), (1, 3))),
     "examples that count for others": (contrast, numbers((4, 3), (3, 3))),
     "no example alone": (needs_pairs, numbers((4, 3), (3, 3))),
@@ -300,9 +285,10 @@ def test_padding_does_not_count():
     assert_close(found, matrix(model, [batch], "expand"), **EXACT)
 
 
-def of_features(shape: tuple[int, ...]) -> Batch:
+def of_features(*shape: int) -> Batch:
+    X, y = sequences(3, 4)
     mask = (torch.arange(4) > 0).expand(shape)
-    return {"x": some_numbers(3, 4), "attention_mask": mask, "labels": torch.arange(3)}
+    return {"x": X, "attention_mask": mask, "labels": y}
 
 
 def features_alone(m: Two, batch: Batch) -> Tensor:
@@ -316,8 +302,8 @@ def features_alone(m: Two, batch: Batch) -> Tensor:
         (padded(2), ragged_batches(padded_to=8), r"first\S+: the layer sees 4 .*use k"),
         (contrast, [sequences(4, 3)], r'rows of others: use kfac_approx="gradient"'),
         # Beside features, it counts no padding as positions.
-        (features_alone, [of_features((1, 4))], "use kfac_approx"),
-        (features_alone, [of_features((3, 4, 4))], "use kfac_approx"),
+        (features_alone, [of_features(1, 4)], "use kfac_approx"),
+        (features_alone, [of_features(3, 4, 4)], "use kfac_approx"),
     ],
 )
 def test_rows_that_no_mask_can_sort_are_refused(run, batches, message):
@@ -536,16 +522,15 @@ def test_operations_that_take_one_seed_give_the_same_by_single_seeds(x):
 
 
 @pytest.mark.parametrize("error", [ValueError("theirs"), RuntimeError("theirs")])
-def test_errors_of_a_model_are_not_taken_for_what_batching_can_not_do(error, x):
+def test_errors_of_a_model_are_not_taken_for_what_batching_can_not_do(error):
     model = plain_model()
     la = make(model)
-    la.fit(pairs())
 
     def fail(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         return _Through.apply(output, raising(error))
 
     with model.register_forward_hook(fail), pytest.raises(type(error), match="theirs"):
-        la(x)
+        la.fit(pairs())
     assert la.recorder.layouts.is_batchable is not False
 
 

@@ -207,12 +207,15 @@ def test_what_fits_is_remembered_for_later_batches_and_fits():
 def test_seeds_that_do_not_fit_together_go_one_by_one():
     """Where a single example has too many vectors to pass back at once."""
     ((X, y),) = pairs(n=8)
+    whole, _ = limited()
     la, machine = limited()
-    la.fit([(X, y)])
-    expected = facts_of(la, X)
     machine.one_seed = True
-    assert_close(facts_of(la, X), expected, **EXACT)
-    assert la.recorder.layouts.seeds_at_most == 1
+    for each in (whole, la):
+        each.fit([(X, y)])
+    assert_close(facts_of(la, X), facts_of(whole, X), **EXACT)
+    layouts = la.recorder.layouts
+    # It is not taken for an operation that can't run under vmap.
+    assert (layouts.seeds_at_most, layouts.is_batchable) == (1, None)
 
 
 def test_one_text_that_does_not_fit_is_told_with_its_length():

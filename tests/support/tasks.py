@@ -123,17 +123,6 @@ def of_written_answers(model: nn.Module, text: Batch) -> Tensor:
     return torch.stack(logits)
 
 
-def written_by(kind: str) -> Task:
-    """Let a tiny "t5" or "bart" write answers of several tokens."""
-    return Task(
-        partial(encoder_decoder, kind),
-        partial(ragged_batches, n_classes=len(ANSWERS)),
-        {"class_token_ids": ANSWERS},
-        # Norms of T5 run in float32.
-        {"split": unpadded_rows, "logits_of": of_written_answers, "tolerance": 1e-7},
-    )
-
-
 GPT2 = partial(lora_model, "gpt2")
 CHOICES = Task(
     GPT2, batches_of_own_choices, {"normalised": True}, of_answers(normalised=True)
@@ -169,7 +158,6 @@ OF_TARGETS = {
         data=partial(texts_of_several_labels, 1),
     ),
     "tokens": TOKENS,
-    "tokens of a decoder": replace(TOKENS, model=partial(token_classifier, "gpt2")),
     "answers of several tokens": Task(
         GPT2,
         partial(ragged_batches, n_classes=len(ANSWERS)),
@@ -177,8 +165,13 @@ OF_TARGETS = {
         of_answers(answers=ANSWERS),
     ),
     "means of choices": replace(CHOICES, data=partial(batches_of_own_choices, "left")),
-    "answers of T5": written_by("t5"),
-    "answers of BART": written_by("bart"),
+    "answers of T5": Task(
+        partial(encoder_decoder, "t5"),
+        partial(ragged_batches, n_classes=len(ANSWERS)),
+        {"class_token_ids": ANSWERS},
+        # Norms of T5 run in float32.
+        {"split": unpadded_rows, "logits_of": of_written_answers, "tolerance": 1e-7},
+    ),
 }
 """What models are trained to predict beside one class."""
 
