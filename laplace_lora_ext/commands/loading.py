@@ -65,7 +65,7 @@ class Loaded:
         of_model = getattr(self.model.config, "max_position_embeddings", math.inf)
         longest = min(of_model, self.tokenizer.model_max_length)
         for number, text in enumerate(texts, start=1):
-            n_tokens = len(self.tokenizer(text)["input_ids"])
+            n_tokens = len(self.encoded(text)["input_ids"])
             if n_tokens > longest:
                 raise UsageError(
                     f"Row {number} of {source} has {n_tokens} tokens, and the model "
@@ -78,10 +78,10 @@ class Loaded:
         labels = column_of(rows, self.arguments.label_column or LABEL, source)
         return texts, numbers_of(labels, self.class_names, source)
 
-    def encoded(self, texts: Sequence[str], **options: Any) -> Any:
-        """Tokenize texts, cut at `max_length`."""
+    def encoded(self, texts: str | list[str], **options: Any) -> Any:
+        """Tokenize a text or several, cut at `max_length`."""
         return self.tokenizer(
-            list(texts),
+            texts,
             truncation=self.arguments.max_length is not None,
             max_length=self.arguments.max_length,
             **options,

@@ -282,12 +282,8 @@ def distill(arguments: DistillArguments) -> None:
     la = loaded.posterior()
     # Which makes it trainable.
     loaded.model.set_adapter(str(loaded.model.active_adapter))
-    texts, labels = loaded.labelled_texts(arguments.train)
-    encoded = loaded.encoded(texts)
-    rows = []
-    for place, label in enumerate(labels):
-        inputs = {key: encoded[key][place] for key in encoded}
-        rows.append(inputs | {"labels": label})
+    _, texts = loaded.texts(arguments.train)
+    rows = [loaded.encoded(text) for text in texts]
     trainer = trainer_with_bar(
         loaded.model,
         loaded.tokenizer,

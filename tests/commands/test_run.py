@@ -9,8 +9,9 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
 from torch.nn.functional import one_hot
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, pipeline
 
+from laplace_lora_ext import LoRALaplace
 from laplace_lora_ext.commands import run as commands
 from laplace_lora_ext.commands.texts import UsageError
 from laplace_lora_ext.plots import Outcomes
@@ -193,13 +194,18 @@ def test_a_student_needs_an_epoch(options, refusal):
     assert "--epochs 0" in refusal("distill", epochs=0, **options)
 
 
-def test_texts_of_other_labels_and_folders_that_exist_are_refused(
-    calibrated, refusal, tmp_path
+def test_a_students_training_is_as_asked_for_and_in_a_new_folder(
+    calibrated, refusal, tmp_path, monkeypatch
 ):
-    others = write_rows(tmp_path / "others.jsonl", 8, ("sea", "fire"))
-    options = calibrated.options | {"train": others}
-    message = refusal("distill", output=tmp_path / "new", **options)
-    assert ", ".join(calibrated.names) in message
+    def stop(la: object, trainer: Trainer, **_: object) -> None:
+        args = trainer.args
+        raise ValueError(args.num_train_epochs, args.learning_rate, args.seed)
+
+    monkeypatch.setattr(LoRALaplace, "distill", stop)
+    options = calibrated.options | {"train": calibrated.train}
+    asked = {"epochs": 2.0, "learning_rate": 0.5, "seed": 7}
+    message = refusal("distill", output=tmp_path / "new", **asked, **options)
+    assert "(2.0, 0.5, 7)" in message
     assert "exists" in refusal("distill", output=tmp_path, **options)
 
 

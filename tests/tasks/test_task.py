@@ -47,20 +47,12 @@ def test_exact_seeds_keep_float32_accuracy_on_confident_samples(n_classes, scale
 LOGITS = torch.tensor([[1.0, 0.0, -0.5]])
 
 
-@pytest.mark.parametrize(
-    ("likelihood", "expected"),
-    [
-        ("classification", softmax_fisher(LOGITS)),
-        (MULTI_LABEL, bernoulli_fisher(LOGITS)),
-    ],
-)
-def test_sampled_seeds_are_unbiased(likelihood, expected):
+def test_sampled_seeds_of_labels_are_unbiased():
     n_draws = 40_000
-    label_seeds = TASKS[likelihood].label_seeds
-    seeds = label_seeds(LOGITS, n_draws, Draws(0, torch.arange(1)))
-    found = fisher(seeds)
+    label_seeds = TASKS[MULTI_LABEL].label_seeds
+    found = fisher(label_seeds(LOGITS, n_draws, Draws(0, torch.arange(1))))
     # Four standard errors.
-    assert_close(found, expected, rtol=0, atol=0.03)
+    assert_close(found, bernoulli_fisher(LOGITS), rtol=0, atol=0.03)
 
 
 # At a scale of 30, 1 - p is 0 in float32.
@@ -189,20 +181,11 @@ def test_the_largest_columns_are_in_different_sums():
     assert dealt.tolist() == [[1, 0, 0, 1, 1], [0, 1, 1, 0, 0]]
 
 
-def test_two_classes_need_no_more_than_one_sign():
-    two = FOUR_LOGITS[:, :2]
-    seeds = Classification().sign_seeds(two, 1, Draws(0, torch.arange(3)))
-    assert_close(fisher(seeds), softmax_fisher(two), **EXACT)
-
-
-def test_signs_of_tokens_and_examples_are_independent():
-    draws = Draws(3, torch.tensor([0, 0, 1]))
-    signs = draws.signs(20_000, 2)
-    assert_close(signs.abs(), torch.ones_like(signs))
-    # Of all six numbers of a pass, no two vary together: within four standard errors.
-    numbers = signs.flatten(1)
-    covariance = numbers.T @ numbers / len(numbers)
-    assert_close(covariance, torch.eye(6).double(), rtol=0, atol=0.03)
+def test_signs_are_either_as_often():
+    signs = Draws(0, torch.arange(1000)).signs(1)
+    assert signs.unique().tolist() == [-1, 1]
+    # Three standard deviations of a mean of 1,000.
+    assert signs.mean().abs() < 0.1
 
 
 def test_each_example_and_each_seed_has_numbers_of_its_own():

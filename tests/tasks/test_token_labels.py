@@ -139,15 +139,13 @@ def test_samples_are_of_every_token_but_padding(pred_type):
     # Each sample is then the model's own logits.
     la.prior_precision = NARROW
     mask = is_real(batch)
-    f = la.model.model(**without_labels(batch)).logits[mask]
-    logits = la.functional_samples(batch, pred_type, n_samples=3)
-    p = la.predictive_samples(batch, pred_type, n_samples=3)
-    of_function = la.function(0, pred_type)(batch)[None]
-    for samples, expected in ((logits, f), (p, f.softmax(-1)), (of_function, f)):
-        assert samples.shape[1:] == (*mask.shape, N_CLASSES)
-        for sample in samples:
-            assert sample[~mask].isnan().all()
-            assert_close(sample[mask], expected, rtol=0, atol=1e-5)
+    f = la.model.model(**without_labels(batch)).logits.where(mask[..., None], torch.nan)
+    close = {"rtol": 0, "atol": 1e-5, "equal_nan": True}
+    (logits,) = la.functional_samples(batch, pred_type, n_samples=1)
+    (p,) = la.predictive_samples(batch, pred_type, n_samples=1)
+    assert_close(logits, f, **close)
+    assert_close(p, f.softmax(-1), **close)
+    assert_close(la.function(0, pred_type)(batch), f, **close)
 
 
 @pytest.fixture
@@ -157,12 +155,6 @@ def long_text() -> Batch:
     assert is_real(text).sum() == 7
     assert (text["labels"] != IGNORED).sum() > 2
     return text
-
-
-def two_tokens_at_a_time(la, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the Jacobians of two tokens room, and no more."""
-    numbers_of_two = 2 * N_CLASSES * la.n_params
-    monkeypatch.setattr(recorder, "_NUMBERS", numbers_of_two)
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
@@ -185,33 +177,18 @@ def test_a_long_text_is_read_alike_by_a_few_tokens_at_a_time(
             found += [kept.moments(2.0).f_var, kept.targets]
         return found
 
-    # At once, before there is room for two tokens only.
+    # At once, before there is room for two tokens' Jacobians only.
     expected = everything()
-    two_tokens_at_a_time(la, monkeypatch)
+    monkeypatch.setattr(recorder, "_NUMBERS", 2 * N_CLASSES * la.n_params)
     assert_close(everything(), expected, **EXACT_OR_NAN)
+    calls = record_calls(la.model.model)
+    la(long_text)
+    # The last of seven tokens has a pass for itself.
+    assert len(calls) == math.ceil(7 / 2)
     # Of several texts, each by itself.
     of_first, *_ = la(first_batch())
     (of_text,) = expected[0]
     assert_close(of_first, of_text, **EXACT_OR_NAN)
-
-
-def test_a_long_text_takes_a_pass_for_each_two_tokens(long_text, monkeypatch):
-    la = fitted()
-    two_tokens_at_a_time(la, monkeypatch)
-    n_rows = []
-    backward = recorder.Recording.backward
-
-    def note(recording, vectors, *args, **keywords):
-        n_rows.append(len(vectors))
-        backward(recording, vectors, *args, **keywords)
-
-    monkeypatch.setattr(recorder.Recording, "backward", note)
-    calls = record_calls(la.model.model)
-    la(long_text)
-    # The last of seven tokens has a pass for itself.
-    n_passes = math.ceil(7 / 2)
-    assert len(calls) == n_passes
-    assert max(n_rows) == 2 * N_CLASSES
 
 
 def test_texts_that_come_one_at_a_time_may_lack_labels(monkeypatch):
