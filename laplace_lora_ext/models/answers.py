@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -12,13 +11,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.batches import logits_of, refuse_empty
 
 DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds")
 
 ClassTokens = list[int] | list[list[int]]
 """The answer of each class: its token, or several of them."""
+
+Call = Callable[[Any], Any]
+"""Calls a model with inputs."""
 
 
 class Answers:
@@ -44,11 +45,8 @@ class Answers:
     normalised: bool = False
     are_read = False
 
-    def __init__(
-        self, transformer: PreTrainedModel | None, answers: Sequence[list[int]] = ()
-    ) -> None:
+    def __init__(self, transformer: PreTrainedModel | None) -> None:
         self._transformer = transformer
-        self._answers = answers
         self._decodes = (
             transformer is not None and transformer.config.is_encoder_decoder
         )
@@ -58,35 +56,13 @@ class Answers:
         """Return the texts that the model reads, a row or several for each example."""
         return inputs
 
-    def logits(self, inputs: Any, call: Callable[..., Any], **kwargs: Any) -> Tensor:
-        """Compute logits `(B, C)`.
+    def logits(self, inputs: Any, call: Call) -> Tensor:
+        """Compute logits `(B, C)`."""
+        return logits_of(call(inputs))
 
-        `call` calls the model with inputs and keyword arguments.
-        """
-        return logits_of(call(inputs, **kwargs))
-
-    def log_probs(self, inputs: Any, call: Callable[..., Any]) -> Tensor:
+    def log_probs(self, inputs: Any, call: Call) -> Tensor:
         """Compute log-probabilities `(B, C + 1)` of `class_token_ids`, and all else."""
         raise NotImplementedError
-
-    def warn_if_answered(self, inputs: Any) -> None:
-        """Warn if every text already ends with an answer.
-
-        A prompt should leave it out.
-        """
-        tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
-        comes_last = not self._decodes and self.mask_token_id is None
-        if not self._answers or not comes_last or tokens is None or tokens.ndim != 2:
-            return
-        ends = last_real_position(inputs).tolist()
-        for text, end in zip(tokens.tolist(), ends, strict=True):
-            read = text[: end + 1]
-            if not any(read[-len(answer) :] == answer for answer in self._answers):
-                return
-        warn(
-            "Every text of the batch ends with one of the answers, but the model "
-            "predicts what comes next: leave the answers out of the prompts."
-        )
 
     @contextmanager
     def weighing(self) -> Iterator[list[Tensor]]:
@@ -125,33 +101,30 @@ class AnswerTokens(Answers):
         transformer: PreTrainedModel | None,
         mask_token_id: int | None = None,
     ) -> None:
-        super().__init__(transformer, [[token] for token in class_token_ids])
+        super().__init__(transformer)
         self.class_token_ids = self._ids = class_token_ids
         self.mask_token_id = mask_token_id
 
-    def logits(self, inputs: Any, call: Callable[..., Any], **kwargs: Any) -> Tensor:
-        of_vocabulary = self._of_vocabulary(inputs, call, **kwargs)
+    def logits(self, inputs: Any, call: Call) -> Tensor:
+        of_vocabulary = self._of_vocabulary(inputs, call)
         self._weigh(of_vocabulary, self._ids)
         return of_vocabulary[:, self._ids]
 
-    def log_probs(self, inputs: Any, call: Callable[..., Any]) -> Tensor:
+    def log_probs(self, inputs: Any, call: Call) -> Tensor:
         of_vocabulary = self._of_vocabulary(inputs, call)
         return torch.cat(divided(of_vocabulary, self._ids), dim=1)
 
-    def _of_vocabulary(
-        self, inputs: Any, call: Callable[..., Any], **kwargs: Any
-    ) -> Tensor:
+    def _of_vocabulary(self, inputs: Any, call: Call) -> Tensor:
         """Compute the vocabulary's logits `(B, V)` where the answers are read."""
-        model_kwargs = without_cache(self._transformer) | kwargs
         text_with_answer = inputs
         if self._decodes:
             assert self._transformer is not None
-            model_kwargs = decoder_start(self._transformer, inputs) | model_kwargs
-            text_with_answer = decoder_text({**inputs, **model_kwargs})
+            inputs = decoder_start(self._transformer, inputs)
+            text_with_answer = decoder_text(inputs)
         index = self._position(inputs, text_with_answer)[:, None]
         n_positions = text_of(text_with_answer).shape[1]
-        call = partial(call, inputs, **model_kwargs)
-        return logits_at(self._transformer, index, n_positions, call)[:, 0]
+        call_here = partial(call, inputs)
+        return logits_at(self._transformer, index, n_positions, call_here)[:, 0]
 
     def _position(self, inputs: Any, text_with_answer: Any) -> Tensor:
         """Find the position at which the answer is read, `(B,)`."""
@@ -260,12 +233,12 @@ def decoder_start(
 ) -> dict[str, Any]:
     """Give the decoder a start token for each text, unless it has an input."""
     if any(inputs.get(key) is not None for key in DECODER_INPUTS):
-        return {}
+        return dict(inputs)
     tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
     texts = next(tensor for tensor in tensors if tensor.ndim > 1)
     start = start_token(transformer)
     starts = texts.new_full((len(texts), 1), start, dtype=torch.long)
-    return {"decoder_input_ids": starts}
+    return {**inputs, "decoder_input_ids": starts}
 
 
 def start_token(transformer: PreTrainedModel) -> int:
@@ -277,14 +250,6 @@ def start_token(transformer: PreTrainedModel) -> int:
     raise ValueError(
         "The model has no decoder_start_token_id: add decoder_input_ids to the batch."
     )
-
-
-def without_cache(transformer: PreTrainedModel | None) -> dict[str, Any]:
-    """Return keyword arguments that switch a model's cache off, if it has one."""
-    if transformer is None:
-        return {}
-    has_cache = "use_cache" in inspect.signature(transformer.forward).parameters
-    return {"use_cache": False} if has_cache else {}
 
 
 def last_real_position(inputs: Any) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,14 +13,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-)
 
 from laplace_lora_ext.models.answers import (
     Answers,
     AnswerTokens,
+    Call,
     decoder_start,
     decoder_text,
     divided,
@@ -28,9 +25,9 @@ from laplace_lora_ext.models.answers import (
     in_full,
     last_real_position,
     logits_at,
-    without_cache,
 )
 from laplace_lora_ext.models.batches import IGNORED, text_first
+from laplace_lora_ext.models.running import as_tensor
 
 SCORE_MASK = "score_mask"
 
@@ -62,12 +59,9 @@ class Choices(Answers):
     are_read = True
 
     def __init__(
-        self,
-        transformer: PreTrainedModel | None,
-        normalised: bool = False,
-        answers: Sequence[list[int]] = (),
+        self, transformer: PreTrainedModel | None, normalised: bool = False
     ) -> None:
-        super().__init__(transformer, answers)
+        super().__init__(transformer)
         self.normalised = normalised
 
     def rows(self, inputs: Any) -> Any:
@@ -78,23 +72,22 @@ class Choices(Answers):
                 by_text[key] = rows.by_text(value)
         return by_text
 
-    def logits(self, inputs: Any, call: Callable[..., Any], **kwargs: Any) -> Tensor:
-        logits, _ = self._scores(inputs, call, **kwargs)
+    def logits(self, inputs: Any, call: Call) -> Tensor:
+        logits, _ = self._scores(inputs, call)
         return logits
 
-    def _scores(
-        self, inputs: Any, call: Callable[..., Any], **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def _scores(self, inputs: Any, call: Call) -> tuple[Tensor, Tensor]:
         """Compute logits `(B, K)` of choices.
 
         Also returns logits `(B, V)` where the first choice's first token is predicted.
         """
         rows = self._rows(inputs)
         index, counts = first_places(rows.targets != IGNORED)
-        keywords = without_cache(self._transformer) | kwargs
-        call = partial(call, rows.inputs, **keywords)
         n_positions = rows.targets.shape[1]
-        of_vocabulary = in_full(logits_at(self._transformer, index, n_positions, call))
+        call_here = partial(call, rows.inputs)
+        of_vocabulary = in_full(
+            logits_at(self._transformer, index, n_positions, call_here)
+        )
         tokens = rows.targets.take_along_dim(index, dim=1).to(of_vocabulary.device)
         counts = counts.to(of_vocabulary.device)
         chosen = of_vocabulary.gather(-1, tokens.where(counts, 0)[..., None])[..., 0]
@@ -157,16 +150,16 @@ class AnswerTexts(Choices):
         transformer: PreTrainedModel | None,
         normalised: bool = False,
     ) -> None:
-        super().__init__(transformer, normalised, class_token_ids)
-        self.class_token_ids = class_token_ids
+        super().__init__(transformer, normalised)
+        self.class_token_ids = self._answers = class_token_ids
         self._first_tokens = sorted({answer[0] for answer in class_token_ids})
 
-    def logits(self, inputs: Any, call: Callable[..., Any], **kwargs: Any) -> Tensor:
-        logits, at_first = self._scores(inputs, call, **kwargs)
+    def logits(self, inputs: Any, call: Call) -> Tensor:
+        logits, at_first = self._scores(inputs, call)
         self._weigh(at_first, self._first_tokens)
         return logits
 
-    def log_probs(self, inputs: Any, call: Callable[..., Any]) -> Tensor:
+    def log_probs(self, inputs: Any, call: Call) -> Tensor:
         """Compute log-probabilities `(B, C + 1)` of the answers, and of all else.
 
         All else are texts that begin with other tokens than any answer.
@@ -184,7 +177,7 @@ class AnswerTexts(Choices):
         if not self._decodes:
             return _continued(inputs, self._answers)
         assert self._transformer is not None
-        given = {**inputs, **decoder_start(self._transformer, inputs)}
+        given = decoder_start(self._transformer, inputs)
         continued = _continued(decoder_text(given), self._answers)
         counts = continued.pop(SCORE_MASK)
         of_decoder = {f"decoder_{key}": value for key, value in continued.items()}
@@ -288,16 +281,24 @@ def answers_of(
 
     A `ValueError` unless they are two or more distinct ones, in tokens.
     """
-    answers = _in_tokens(class_token_ids)
+    try:
+        answers = [
+            [operator.index(token) for token in as_tensor(answer).flatten().tolist()]
+            for answer in class_token_ids
+        ]
+    except (TypeError, ValueError, RuntimeError):  # what is no token's number
+        answers = []
     are_distinct = len({tuple(answer) for answer in answers}) == len(answers)
     has_tokens = all(answer and min(answer) >= 0 for answer in answers)
     if len(answers) < 2 or not are_distinct or not has_tokens:
         raise ValueError(
             "class_token_ids must be two or more distinct answers of one or more "
-            f"tokens, as the model's tokenizer has them, not {answers}."
+            f"tokens, not {class_token_ids!r}. tokenizer.convert_tokens_to_ids gives "
+            "their numbers, and None for what is no token of the vocabulary: "
+            "tokenizer.tokenize shows how answers are written there."
         )
     of_one_token = all(len(answer) == 1 for answer in answers)
-    is_masked = transformer is not None and _is_masked(transformer)
+    is_masked = transformer is not None and not transformer.can_generate()
     if is_masked and not (of_one_token and mask_token_id is not None):
         raise ValueError(
             f"{type(transformer).__name__} is a masked language model, which answers "
@@ -330,33 +331,6 @@ def class_tokens(
     return [
         tokenizer(text, add_special_tokens=False)["input_ids"] for text in class_texts
     ]
-
-
-def _in_tokens(class_token_ids: Any) -> list[list[int]]:
-    """Return each answer's tokens; a `ValueError` if they are no whole numbers."""
-    answers: list[list[int]] = []
-    try:
-        for answer in class_token_ids:
-            each = answer.tolist() if isinstance(answer, Tensor) else answer
-            tokens = each if isinstance(each, list | tuple) else [each]
-            answers.append([operator.index(token) for token in tokens])
-    except TypeError:
-        raise ValueError(
-            f"class_token_ids must be numbers of tokens, not {class_token_ids!r}. "
-            "tokenizer.convert_tokens_to_ids gives them, and None for what is no token "
-            "of the vocabulary: tokenizer.tokenize shows how answers are written there."
-        ) from None
-    return answers
-
-
-def _is_masked(transformer: PreTrainedModel) -> bool:
-    """Tell whether a model is a masked language model, and nothing else."""
-    name = type(transformer).__name__
-    return (
-        name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
-        and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        and not transformer.config.is_encoder_decoder
-    )
 
 
 def _flattened(inputs: Mapping[str, Any], shape: torch.Size) -> dict[str, Any]:
@@ -419,27 +393,25 @@ def _continued(
             "leave these out, or leave out class_token_ids and class_texts, and pass "
             "batches of choices with a score_mask."
         )
-    longest = max(map(len, answers))
-    tokens = ids.new_zeros(len(answers), longest)
-    is_token = torch.zeros_like(tokens)
-    for row, answer in enumerate(answers):
-        tokens[row, : len(answer)] = ids.new_tensor(answer)
-        is_token[row, : len(answer)] = 1
-    last = last_real_position(text)
-    steps = torch.arange(longest, device=ids.device)
-    places = (last[:, None] + 1 + steps)[:, None].expand(-1, len(answers), -1)
+    tokens = pad_sequence([ids.new_tensor(answer) for answer in answers], True)
+    lengths = [ids.new_ones(len(answer)) for answer in answers]
+    is_token = pad_sequence(lengths, batch_first=True)
 
-    def grown(value: Tensor, more: Tensor) -> Tensor:
-        """Put `more`, `(K, L)`, behind the real tokens of each text."""
-        room = pad(value, (0, longest))[:, None].expand(-1, len(answers), -1)
-        return room.scatter(2, places, more.to(value.dtype).expand(places.shape))
+    def joined(of_texts: Tensor, of_answers: Tensor) -> Tensor:
+        """Put `(K, L)` behind each row of `(B, T)`."""
+        rows = of_texts[:, None].expand(-1, len(answers), -1)
+        return torch.cat([rows, of_answers.expand(len(ids), -1, -1)], dim=-1)
 
+    # Padding goes behind the answers.
+    last = last_real_position(text)[:, None]
+    is_behind = torch.arange(ids.shape[1], device=ids.device) > last
+    order = joined(is_behind.int(), 1 - is_token).argsort(dim=-1, stable=True)
     mask = text.get("attention_mask")
     # Shorter answers are padded, which their texts need not have been.
     mask = torch.ones_like(ids) if mask is None else mask
     return {
         **text,
-        "input_ids": grown(ids, tokens),
-        "attention_mask": grown(mask, is_token),
-        SCORE_MASK: grown(torch.zeros_like(ids), is_token),
+        "input_ids": joined(ids, tokens).gather(-1, order),
+        "attention_mask": joined(mask, is_token).gather(-1, order),
+        SCORE_MASK: joined(torch.zeros_like(ids), is_token).gather(-1, order),
     }

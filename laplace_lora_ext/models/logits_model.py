@@ -27,13 +27,15 @@ from laplace_lora_ext.models.batches import (
     text_first,
 )
 from laplace_lora_ext.models.choices import Choices, answers_of
-from laplace_lora_ext.models.running import TURNS, alone, as_tensor, cpu_as_default
-from laplace_lora_ext.models.tree import (
+from laplace_lora_ext.models.running import (
+    TURNS,
     State,
     Tree,
+    alone,
+    as_tensor,
+    cpu_as_default,
     evaluating,
     put_back,
-    without_caches,
 )
 from laplace_lora_ext.models.weights import device_of
 
@@ -96,8 +98,7 @@ class LogitsModel(nn.Module):
         self.training = False
         self._tree = Tree(model)
         self.is_divisible: bool | None = None
-        # Of threads that run the model.
-        self._sessions: dict[int, object] = {}
+        self._within: set[int] = set()  # threads that run the model
         self._shared_state: State | None = None
         if self._tree.is_compiled:
             warn(
@@ -113,6 +114,9 @@ class LogitsModel(nn.Module):
         self._takes_only_keywords = self.transformer is not None or not has_place
         # A mapping that has it is one of keywords.
         self._first_key = parameters[0].name if len(parameters) > 1 else None
+        # Nothing is read twice, and layers that are computed anew would add to a cache.
+        has_cache = any(each.name == "use_cache" for each in parameters)
+        self._defaults = {"use_cache": False} if has_cache else {}
         answers = self._find_answers(class_token_ids, mask_token_id, normalised)
         self._answers = answers
         self.has_answers = answers.are_read
@@ -136,24 +140,19 @@ class LogitsModel(nn.Module):
             normalised=self.normalised,
         )
 
-    def forward(self, batch: Any = None, **model_kwargs: Any) -> Tensor:
+    def forward(self, batch: Any, **options: Any) -> Tensor:
         """Compute logits `(B, C)` of a batch without its labels, on the model's device.
 
-        The batch may also come as keyword arguments, as transformers' models take it.
         Models without such logits are refused, as are batches that `check_texts` or
-        `AnswerTokens` refuse.
+        `AnswerTokens` refuse. Options are those of tasks' own models.
         """
-        if batch is None:
-            batch, model_kwargs = model_kwargs, {}
-        logits = self._logits(batch, **model_kwargs)
+        logits = self._logits(batch, **options)
         self.output_size = logits.shape[-1]
         return logits.to(self.device, torch.promote_types(logits.dtype, torch.float32))
 
-    def _logits(self, batch: Any, **model_kwargs: Any) -> Tensor:
+    def _logits(self, batch: Any) -> Tensor:
         """Compute logits where the model computes, and in its precision."""
-        inputs = self._inputs(batch)
-        self._answers.warn_if_answered(inputs)
-        logits = self._answers.logits(inputs, self._call, **model_kwargs)
+        logits = self._answers.logits(self._inputs(batch), self._call)
         if logits.ndim != 2:
             raise ValueError(
                 "The model must return logits of shape (batch, outputs), not "
@@ -292,14 +291,13 @@ class LogitsModel(nn.Module):
     @property
     def tree(self) -> Tree:
         """List the model's modules: as they are now, or were when the session began."""
-        if self.session is None:
+        if not self._is_within():
             self._tree = self._tree.current()
         return self._tree
 
-    @property
-    def session(self) -> object | None:
-        """What this thread has begun: another one each time, None between two."""
-        return self._sessions.get(get_ident())
+    def _is_within(self) -> bool:
+        """Tell whether this thread has begun a session."""
+        return get_ident() in self._within
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -311,7 +309,7 @@ class LogitsModel(nn.Module):
         again, and every module has its own mode. A session within another one has
         nothing to do.
         """
-        if self.session is not None:
+        if self._is_within():
             yield
             return
         # The turn comes first: all that follows changes the model, also for other
@@ -324,7 +322,7 @@ class LogitsModel(nn.Module):
 
         Where a pass would find what another one has left, they take turns.
         """
-        is_within = self.session is not None or TURNS.is_shared()
+        is_within = self._is_within() or TURNS.is_shared()
         if self.tree.is_constant and not (is_within or self.has_answers):
             together = TURNS.together(self, self._watched)
             with together, cpu_as_default(), self._begun():
@@ -339,16 +337,16 @@ class LogitsModel(nn.Module):
 
     @contextmanager
     def _begun(self) -> Iterator[None]:
-        self._sessions[get_ident()] = object()
+        self._within.add(get_ident())
         try:
             yield
         finally:
-            del self._sessions[get_ident()]
+            self._within.remove(get_ident())
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """Let the model evaluate, and note its state, for passes of several threads."""
-        with evaluating(self.tree, self.adapter), without_caches():
+        with evaluating(self.tree, self.adapter):
             state = self._shared_state = State(self._tree.watched)
             try:
                 yield
@@ -394,7 +392,7 @@ class LogitsModel(nn.Module):
         # Answers come after a text, and are read where its last token is.
         return text_first(inputs) if self.has_answers else inputs
 
-    def _call(self, inputs: Any, **kwargs: Any) -> Any:
+    def _call(self, inputs: Any) -> Any:
         """Call the model with inputs, or with the keys of a mapping as keywords.
 
         transformers' models take keywords. Other modules do if their forward pass takes
@@ -402,21 +400,17 @@ class LogitsModel(nn.Module):
         `forward(self, input_ids, **others)`. Each call finds the model's state as the
         user has left it, and leaves it so.
         """
-        given = {**inputs, **kwargs} if isinstance(inputs, Mapping) else kwargs
+        given = inputs if isinstance(inputs, Mapping) else {}
         if given.get(_OTHER_WEIGHTS) is not None:
             raise ValueError(
                 f"{_OTHER_WEIGHTS} sends examples to other weights than those of the "
                 "posterior: leave it out. A posterior runs its own adapter."
             )
-        by_keyword = isinstance(inputs, Mapping) and (
-            self._takes_only_keywords or self._first_key in inputs
-        )
-        tree = self.tree
         # One that several threads run is put back when all have left.
-        with nullcontext() if self._shared_state else put_back(tree):
-            if by_keyword:
-                return self.model(**given)
-            return self.model(inputs, **kwargs)
+        with nullcontext() if self._shared_state else put_back(self.tree):
+            if given and (self._takes_only_keywords or self._first_key in given):
+                return self.model(**self._defaults | given)
+            return self.model(inputs)
 
     def _find_answers(
         self,

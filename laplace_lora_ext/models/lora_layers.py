@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from peft import LoraConfig
@@ -21,7 +20,6 @@ from laplace_lora_ext.models.weights import (
     LinearRows,
     View,
     WholeGradient,
-    bare_name,
     strip_wrappers,
 )
 
@@ -92,8 +90,8 @@ def find_blocks(
     else:
         selected = _selected(layers, target_modules, layers_to_transform)
         blocks = _trained(selected, adapter)
-        heads = _select_heads(model, adapter, modules_to_save)
-        blocks += [each.block() for each in heads]
+        blocks += _select_heads(model, adapter, modules_to_save)
+    _check_linear([block for block in blocks if block.kind == "head"])
     _check_own(model, blocks)
     return _in_order(model, blocks)
 
@@ -175,14 +173,14 @@ def _matrices(name: str, layer: BaseTunerLayer, adapter: str) -> Iterator[Block]
 
 
 def _adapted(name: str, layer: BaseTunerLayer) -> str:
-    """Name a layer by what it adapts.
+    """Name a layer by what it adapts: of a parameter, one module may have several."""
+    is_of_parameter = isinstance(layer, _OF_PARAMETER)
+    return f"{_module_of(name)}.{layer.parameter_name}" if is_of_parameter else name
 
-    One module may have several around each other.
-    """
-    if not isinstance(layer, _OF_PARAMETER):
-        return name
-    module = re.sub(r"([.]base_layer)+$", "", name)
-    return f"{module}.{layer.parameter_name}"
+
+def _module_of(name: str) -> str:
+    """Name the module that PEFT puts a layer, or several, around."""
+    return re.sub(r"(\.token_adapter|(\.base_layer)+)$", "", name)
 
 
 def _views(
@@ -337,47 +335,32 @@ def _selected(
     target_modules: str | Sequence[str] | None,
     layers_to_transform: int | Iterable[int] | None,
 ) -> Layers:
-    """Select layers; an error if a name or an index matches none."""
+    """Select layers as `peft.LoraConfig` does by name; an error if it matches none."""
     if target_modules is None and layers_to_transform is None:
         return layers
-    names: list[str | list[str]]
-    if target_modules is None:  # PEFT reads layer indices only beside names of modules
-        names = [sorted({name.rpartition(".")[2] for name in layers})]
-    elif isinstance(target_modules, str):
-        names = [target_modules]
-    else:
-        names = [[name] for name in target_modules]
-    indices: list[int | None] = []
-    if layers_to_transform is None or isinstance(layers_to_transform, int):
-        indices.append(layers_to_transform)
-    else:
-        indices += layers_to_transform
-    # What matches nothing beside names that do is a slip, too.
-    matches = [[_matching(layers, each, index) for index in indices] for each in names]
-    if not matches or not all(map(any, [*matches, *zip(*matches, strict=True)])):
-        raise ValueError(
-            f"No LoRA layer matches a part of target_modules={target_modules!r} and "
-            f"layers_to_transform={indices!r}; there are {listed(list(layers))}."
-        )
-    return {name: layer for row in matches for each in row for name, layer in each}
-
-
-def _matching(
-    layers: Layers, targets: str | list[str], index: int | None
-) -> list[tuple[str, BaseTunerLayer]]:
-    """Select layers as `peft.LoraConfig` does by name, in the layer of an index."""
-    config = LoraConfig(target_modules=targets, layers_to_transform=index)
-    # Before a name in full, PEFT would pass over the layer's index: let it see but ends
-    # of names.
-    dot = "" if isinstance(targets, str) else "."
-    return [
-        (name, layer)
+    indices, names = layers_to_transform, target_modules
+    if names is None:  # PEFT reads layer indices only beside names of modules
+        names = [name.rpartition(".")[2] for name in layers]
+    config = LoraConfig(
+        target_modules=names if isinstance(names, str) else list(names),
+        layers_to_transform=list(indices) if isinstance(indices, Iterable) else indices,
+    )
+    selected = {
+        name: layer
         for name, layer in layers.items()
+        # By its module, or by the parameter of it that it adapts.
         if any(
-            check_target_module_exists(config, dot + chosen)
-            for chosen in _chosen_by(name, layer)
+            check_target_module_exists(config, each)
+            for each in (_module_of(name), _adapted(name, layer))
         )
-    ]
+    }
+    if not selected:
+        raise ValueError(
+            f"No LoRA layer matches target_modules={target_modules!r} and "
+            f"layers_to_transform={config.layers_to_transform!r}; there are "
+            f"{listed(list(layers))}."
+        )
+    return selected
 
 
 def _trained(layers: Layers, adapter: str) -> list[Block]:
@@ -400,27 +383,17 @@ def _named(
 ) -> list[Block]:
     """Make blocks of weights, trained or not; an error if one is not there."""
     names = {weight_names} if isinstance(weight_names, str) else set(weight_names)
-    blocks: list[Block] = []
+    there = _head_blocks(model, adapter)
     for name, layer in layers.items():
-        matrices = _matrices(name, layer, adapter)
-        blocks += [block for block in matrices if block.known_as in names]
-    heads = _head_weights(model, adapter)
-    blocks += [each.block() for each in heads if bare_name(each.name) in names]
+        there += _matrices(name, layer, adapter)
+    blocks = [block for block in there if block.known_as in names]
     missing = sorted(names - {block.known_as for block in blocks})
-    if missing or not blocks:
+    if missing:
         raise ValueError(
-            f"The model has none of the weights {listed(missing) or []}; there are "
+            f"The model has none of the weights {listed(missing)}; there are "
             f"the LoRA layers {listed(list(layers))}."
         )
     return blocks
-
-
-def _chosen_by(name: str, layer: BaseTunerLayer) -> list[str]:
-    """List names by which a configuration of PEFT may choose a layer."""
-    # PEFT puts layers around layers, and around tokens layers of its own.
-    module = name.removesuffix(".token_adapter")
-    module = re.sub(r"([.]base_layer)+$", "", module)
-    return [name, module, _adapted(name, layer)]
 
 
 def _check_own(model: nn.Module, blocks: Sequence[Block]) -> None:
@@ -451,101 +424,86 @@ def _variant(layer: BaseTunerLayer, adapter: str) -> str:
 # --- heads that were trained beside LoRA weights: PEFT's `modules_to_save` ------------
 
 
-@dataclass(frozen=True)
-class _HeadWeight:
-    """A weight or a bias of a head, of whatever kind."""
-
-    site: str  # the layer's name in the model, without wrappers
-    adapter: str
-    layer: nn.Module
-    parameter: str  # name of the weight in the layer
-    requires_grad: bool
-
-    @property
-    def head(self) -> str:
-        """Name the module that PEFT wraps."""
-        return self.site.partition(".modules_to_save.")[0]
-
-    @property
-    def name(self) -> str:
-        """Name the weight as the model's own parameters have it."""
-        return f"{self.site}.{self.parameter}"
-
-    @property
-    def known_as(self) -> str:
-        """Name the layer as users know it, without PEFT's wrapper."""
-        return self.site.replace(f".modules_to_save.{self.adapter}", "")
-
-    def is_named(self, name: str) -> bool:
-        """Tell whether a name in `modules_to_save` is this layer's or its module's."""
-        # PEFT compares the ends of names, too.
-        return f"{name}." in f"{self.known_as}."
-
-    def block(self) -> Block:
-        """Make its block; a `NotImplementedError` where it can have none."""
-        layer = self.layer
-        if type(layer) is not nn.Linear or self.parameter not in ("weight", "bias"):
-            raise NotImplementedError(
-                f"{self.known_as}.{self.parameter} is a weight of "
-                f"{type(layer).__name__}, and a head has a posterior over its linear "
-                "layers alone: name these in modules_to_save, such as "
-                "'classifier.out_proj', and the rest stays at its MAP value."
-            )
-        is_bias = self.parameter == "bias"
-        return Block(
-            name=self.name,
-            adapter=self.adapter,
-            module=layer,
-            small_output=not is_bias and layer.out_features <= layer.in_features,
-            rows=LinearRows(layer, site=self.site, of_bias=is_bias),
-            parameter=self.parameter,
-            # A bias is the weight of one input more, which is always 1.
-            view=View((layer.out_features, 1)) if is_bias else None,
-            kind="head",
-        )
-
-
-def _head_weights(model: nn.Module, adapter: str) -> list[_HeadWeight]:
-    """List all weights and biases of an adapter's heads."""
-    return [
-        _HeadWeight(
-            strip_wrappers(site), adapter, layer, parameter, weight.requires_grad
-        )
+def _head_blocks(model: nn.Module, adapter: str) -> list[Block]:
+    """Make the blocks of all weights and biases of an adapter's heads."""
+    heads = {
+        f"{name}.modules_to_save.{adapter}": wrapper.modules_to_save[adapter]
         for name, wrapper in model.named_modules()
         if isinstance(wrapper, ModulesToSaveWrapper)
         and adapter in wrapper.modules_to_save
-        for site, layer in wrapper.modules_to_save[adapter].named_modules(
-            prefix=f"{name}.modules_to_save.{adapter}"
-        )
+    }
+    layers = {
+        strip_wrappers(site): layer
+        for name, head in heads.items()
+        for site, layer in head.named_modules(prefix=name)
+    }
+    return [
+        _head_block(site, adapter, layer, parameter)
+        for site, layer in layers.items()
         for parameter, weight in layer._parameters.items()
         if weight is not None
     ]
 
 
-def _select_heads(
-    model: nn.Module, adapter: str, selection: Selection
-) -> list[_HeadWeight]:
+def _head_block(site: str, adapter: str, layer: Any, parameter: str) -> Block:
+    """Make the block of a weight, or of a bias: that of an input which is always 1."""
+    is_bias = parameter == "bias"
+    shape = layer._parameters[parameter].shape
+    return Block(
+        name=f"{site}.{parameter}",
+        adapter=adapter,
+        module=layer,
+        small_output=not is_bias and shape[:1] <= shape[-1:],
+        rows=LinearRows(layer, site, of_bias=is_bias),
+        parameter=parameter,
+        view=View((*shape, 1)) if is_bias else None,
+        kind="head",
+    )
+
+
+def _select_heads(model: nn.Module, adapter: str, selection: Selection) -> list[Block]:
     """Select weights and biases of an adapter's heads, all or by name.
 
-    Frozen ones are left out, unless a head is frozen as a whole, as adapters that were
-    loaded for inference are. A `ValueError` if there is no head of such a name.
+    Frozen ones are left out, unless all are frozen, as in adapters that were loaded for
+    inference. A `ValueError` if there is no head of such a name.
     """
     if not selection:
         return []
-    weights = _head_weights(model, adapter)
-    trained = {each.head for each in weights if each.requires_grad}
-    weights = [
-        each for each in weights if each.requires_grad or each.head not in trained
-    ]
+    blocks = _head_blocks(model, adapter)
+    blocks = [block for block in blocks if block.weight.requires_grad] or blocks
     if selection is True:
-        selection = {each.known_as for each in weights}
+        selection = {_known_layer(block) for block in blocks}
     names = {selection} if isinstance(selection, str) else set(selection)
-    missing = [n for n in names if not any(each.is_named(n) for each in weights)]
-    if missing or not weights:
-        there = listed(sorted({each.known_as for each in weights}))
+
+    def is_named(block: Block, name: str) -> bool:
+        # PEFT compares the ends of names, too, of a layer or of its module.
+        return f"{name}." in f"{_known_layer(block)}."
+
+    missing = [n for n in names if not any(is_named(block, n) for block in blocks)]
+    if missing or not blocks:
+        there = listed(sorted({_known_layer(block) for block in blocks}))
         wanted = listed(sorted(missing)) or "at all"
         raise ValueError(
             f"The adapter {adapter!r} has no modules_to_save {wanted}: it was trained "
             f"with {there or 'none'}."
         )
-    return [each for each in weights if any(map(each.is_named, names))]
+    return [block for block in blocks if any(is_named(block, n) for n in names)]
+
+
+def _known_layer(block: Block) -> str:
+    """Name the layer as users know it, without PEFT's wrapper."""
+    return block.rows.site.replace(f".modules_to_save.{block.adapter}", "")
+
+
+def _check_linear(heads: Sequence[Block]) -> None:
+    """Refuse weights of heads whose rows no hook sees."""
+    for block in heads:
+        kind = type(block.module)
+        if kind is not nn.Linear or block.parameter not in ("weight", "bias"):
+            raise NotImplementedError(
+                f"{_known_layer(block)}.{block.parameter} is a weight of "
+                f"{kind.__name__}, and a head has a "
+                "posterior over its linear layers alone: name these in "
+                "modules_to_save, such as 'classifier.out_proj', and the rest stays at "
+                "its MAP value."
+            )

@@ -230,19 +230,18 @@ class LastStates:
         self._states: Tensor | None = None
         self._has_graph = False
 
-    def call(self, call: Callable[..., Any], inputs: Any, **kwargs: Any) -> Any:
+    def call(self, call: Callable[[Any], Any], inputs: Any) -> Any:
         """Call a model on a batch, or give its output layer the states again."""
         layer = self._transformer.get_output_embeddings()
         if not isinstance(layer, nn.Module):  # nothing is kept, and all runs again
-            return call(inputs, **kwargs)
+            return call(inputs)
         with layer.register_forward_pre_hook(self._give, prepend=True):
             if self._states is None:
-                return call(inputs, **kwargs)
+                return call(inputs)
             # The layers before it have no graph: a recorder takes them for no calls.
             self._has_graph = torch.is_grad_enabled()
             with torch.no_grad():
-                without_cache = dict.fromkeys(kwargs.keys() & {"use_cache"}, False)
-                return call(self._one_token(inputs), **without_cache)
+                return call(self._one_token(inputs))
 
     def _give(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         states, *others = args

@@ -1,18 +1,32 @@
-"""Whose turn it is to run a model, and what a pass of ours shields from."""
+"""How a model is run: in whose turn, in which state, and what is put back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import wraps
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial, wraps
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_, is_not
 from threading import Condition, get_ident
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+
+
+# PEFT's attribute of its layers, and of what wraps heads and embeddings.
+_ACTIVE = "_active_adapter"
+
+# Numbers of the largest buffer that is copied for a pass. Larger ones are masks and
+# quantised weights, which nobody changes in place.
+_LARGEST = 2**16
 
 
 class _OnDevice(Protocol):
@@ -21,6 +35,9 @@ class _OnDevice(Protocol):
 
 
 Self = TypeVar("Self", bound=_OnDevice)
+
+
+# --- turns ----------------------------------------------------------------------------
 
 
 class Turns:
@@ -140,3 +157,269 @@ def copy_if_inference(value: Any) -> Any:
 def is_shared(model: nn.Module) -> bool:
     """Tell whether ranks share a model's weights, and must make the same passes."""
     return any(hasattr(weight, "full_tensor") for weight in model.parameters())
+
+
+# --- modules --------------------------------------------------------------------------
+
+
+class Tree:
+    """All modules of a model, and where its parameters are.
+
+    Attributes
+    ----------
+    model : nn.Module
+    modules : list of nn.Module
+        it and all within
+    parameters : list of dict
+        those of each module that has any, by name; PEFT and accelerate may replace
+        what is in them
+    adapted : list of nn.Module
+        PEFT's layers and wrappers, which have an active adapter
+    four_bit : list of nn.Module
+        bitsandbytes' layers of four bits
+    read_by : list of nn.Module or None
+        the layer that makes the logits, none where there is none; None before a pass
+        has shown which it is
+    watched : list of nn.Module
+        those whose state a pass may change: all, before the first one
+    leaves_state : bool
+        whether any pass has changed what a later one would read
+    """
+
+    read_by: list[nn.Module] | None = None
+    leaves_state: bool = False
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.watched = self.modules = list(model.modules())
+        self.parameters = [m._parameters for m in self.modules if m._parameters]
+        self.adapted = [
+            m
+            for m in self.modules
+            if isinstance(m, BaseTunerLayer) or _ACTIVE in vars(m)
+        ]
+        # Whatever has such layers has imported it.
+        bitsandbytes = sys.modules.get("bitsandbytes")
+        of_four_bits = () if bitsandbytes is None else bitsandbytes.nn.Linear4bit
+        self.four_bit: list[Any] = [
+            m for m in self.modules if isinstance(m, of_four_bits)
+        ]
+        self._attributes = [vars(m) for m in self.modules]
+        self._children: list[dict[str, Any]] = [
+            m._modules for m in self.modules if m._modules
+        ]
+        self._before = self._now()
+        # Whether `torch.compile` has put a module of its own around one.
+        self.is_wrapped = any("_orig_mod" in m._modules for m in self.modules)
+        # FSDP2 then replaces the parameters between passes.
+        self.is_resharded = any(hasattr(type(m), "reshard") for m in self.modules)
+
+    def current(self) -> Tree:
+        """Return this list, or another one where modules were put in or replaced."""
+        now = self._now()
+        is_same = len(now) == len(self._before) and all(map(is_, now, self._before))
+        return self if is_same else Tree(self.model)
+
+    def _now(self) -> list[Any]:
+        # FSDP2 puts a class of its own in the place of a module's.
+        of_all = map(dict.values, self._children)
+        return [type(self.model), *chain.from_iterable(of_all)]
+
+    @property
+    def is_compiled(self) -> bool:
+        """Tell whether a module holds compiled code, which calls no LoRA layers."""
+        # `module.compile()` needs no wrapper.
+        return self.is_wrapped or any(m._compiled_call_impl for m in self.unready())
+
+    def unready(self) -> list[nn.Module]:
+        """List the modules that are in training mode or compiled, in most calls none.
+
+        Every call walks through all modules, so in C: a loop would take as long as
+        several operations of the model.
+        """
+        training = map(dict.get, self._attributes, repeat("training"))
+        compiled = map(dict.get, self._attributes, repeat("_compiled_call_impl"))
+        is_unready = map(any, zip(training, compiled, strict=True))
+        return list(compress(self.modules, is_unready))
+
+    @property
+    def is_constant(self) -> bool:
+        """Tell whether passes change nothing, so that several may run at once."""
+        is_known = self.watched is not self.modules
+        if not is_known or self.leaves_state or self.is_resharded:
+            return False
+        moves = any(map(attrgetter("is_meta"), self.weights()))
+        return not moves and not self.is_compiled
+
+    def weights(self) -> Iterator[Tensor]:
+        """Yield each parameter that is there now."""
+        places = chain.from_iterable(map(dict.values, self.parameters))
+        return filter(partial(is_not, None), places)
+
+
+# --- evaluation -----------------------------------------------------------------------
+
+
+@contextmanager
+def evaluating(tree: Tree, adapter: str | None) -> Iterator[None]:
+    """Evaluate a model eagerly, with one adapter alone; afterwards it is as before.
+
+    What is right already is left alone, since modules may watch what is set on them.
+    Unlike PEFT's `set_adapter`, this leaves `requires_grad` as it is.
+    """
+    others: list[tuple[nn.Module, str | list[str]]] = []
+    for module in tree.adapted if adapter is not None else ():
+        active = vars(module).get(_ACTIVE, adapter)
+        if active not in (adapter, [adapter]):
+            others.append((module, active))
+    unready = tree.unready()
+    training = {module for module in unready if module.training}
+    eagerly: AbstractContextManager[object] = nullcontext()
+    if tree.is_wrapped or any(module._compiled_call_impl for module in unready):
+        # Compiled modules run their original code, with hooks that are called.
+        eagerly = torch.compiler.set_stance("force_eager")
+    try:
+        for module, _ in others:
+            setattr(module, _ACTIVE, adapter)
+        if training:
+            tree.model.eval()
+        keep_derivatives(tree)
+        with eagerly:
+            yield
+    finally:
+        for module, active in others:
+            setattr(module, _ACTIVE, active)
+        if training or tree.four_bit:
+            for module in tree.modules:
+                if module.training != (module in training):
+                    module.training = not module.training
+
+
+def keep_derivatives(tree: Tree) -> None:
+    """Let gradients pass through bitsandbytes' four-bit layers in evaluation.
+
+    On some CPUs (AVX-512 with bfloat16) such a layer packs its weights when it
+    evaluates without gradients, for an operation that has no derivative: gradients of
+    all that comes before the layer would be zero. Nothing but that packing depends on
+    the layer's own mode.
+    """
+    for layer in tree.four_bit:
+        layer.training = True
+        if getattr(layer.weight.quant_state, "packing_format_for_cpu", False):
+            layer.state_dict()  # which unpacks
+
+
+# --- state ----------------------------------------------------------------------------
+
+
+@contextmanager
+def put_back(tree: Tree) -> Iterator[None]:
+    """Leave a model as it is before a pass, also after an error.
+
+    RoPE of `rope_type="dynamic"` keeps the frequencies of a longer text, and some
+    models count or average what they have seen. A model's state are the buffers of its
+    modules, and their attributes, where a module has a buffer, has a tensor, or was
+    changed by the first pass.
+    """
+    modules = tree.watched
+    state = State(modules)
+    try:
+        yield
+    finally:
+        changed = state.put_back()
+        tree.leaves_state |= bool(changed)
+    if modules is tree.modules:
+        tree.watched = [m for m in modules if _has_tensors(m) or m in changed]
+
+
+class State:
+    """What modules have before passes, which are lent copies of their buffers."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._before = [(m, dict(vars(m)), dict(m._buffers)) for m in modules]
+        for module, _, buffers in self._before:
+            for name, buffer in buffers.items():
+                if buffer is not None and buffer.numel() <= _LARGEST:
+                    module._buffers[name] = buffer.clone()
+        self._lent = self._buffers_now()
+
+    def _buffers_now(self) -> list[list[tuple[int, int]]]:
+        """Identify each module's buffers, with their versions."""
+        return [
+            [(id(buffer), _version(buffer)) for buffer in module._buffers.values()]
+            for module, _, _ in self._before
+        ]
+
+    def changed(self) -> list[nn.Module]:
+        """List the modules that have other attributes now, or other buffers."""
+        lent = zip(self._before, self._lent, self._buffers_now(), strict=True)
+        return [
+            module
+            for (module, attributes, _), before, now in lent
+            if before != now or _differing(module, attributes)
+        ]
+
+    def put_back(self) -> list[nn.Module]:
+        """Give the modules their attributes and buffers again; list what had others."""
+        changed = self.changed()
+        for module, attributes, buffers in self._before:
+            vars(module).update(_differing(module, attributes))
+            module._buffers.update(buffers)
+        return changed
+
+
+def _version(buffer: Tensor | None) -> int:
+    """Count how often a buffer was changed in place."""
+    # Those of inference mode don't tell.
+    return 0 if buffer is None or buffer.is_inference() else buffer._version
+
+
+def _differing(module: nn.Module, attributes: dict[str, Any]) -> dict[str, Any]:
+    """Select the attributes that are other ones now."""
+    now = vars(module)
+    return {
+        name: value for name, value in attributes.items() if value is not now.get(name)
+    }
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    return bool(module._buffers) or any(
+        isinstance(value, Tensor) for value in vars(module).values()
+    )
+
+
+# --- checkpoints ----------------------------------------------------------------------
+
+
+@contextmanager
+def checkpointing(tree: Tree) -> Iterator[None]:
+    """Checkpoint the layers of a model that its training checkpoints, within.
+
+    They keep their inputs alone, and the rest is computed anew backwards. transformers
+    does so in training mode alone, where dropout and whatever else a layer does in
+    training would change the logits. Here the layers stay in evaluation mode, and the
+    model's own choice of `use_reentrant` does not matter.
+    """
+    layers = checkpointed_layers(tree)
+    # Others, such as accelerate, may have put a function of their own in its place.
+    before = [vars(layer).get("forward") for layer in layers]
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, before, strict=True):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
+
+
+def checkpointed_layers(tree: Tree) -> list[Any]:
+    """List the layers that a model's training checkpoints now."""
+    return [
+        module
+        for module in tree.modules
+        if isinstance(module, GradientCheckpointingLayer)
+        and module.gradient_checkpointing
+    ]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from laplace_lora_ext.messages import listed
 from laplace_lora_ext.models.answers import ClassTokens
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import adapter_layers, find_idle
-from laplace_lora_ext.models.tree import Tree
+from laplace_lora_ext.models.running import Tree
 from laplace_lora_ext.models.weights import (
     Block,
     are_in_place,
@@ -39,7 +38,7 @@ class Weight(NamedTuple):
 
     def equals(self, other: Weight) -> bool:
         """Tell whether both hold the same numbers, or did before a cast or a merge."""
-        if self.shape != other.shape or len(self.sample) != len(other.sample):
+        if self.shape != other.shape:
             return False
         if self.dtype != other.dtype:
             return self._cast_to(other) or other._cast_to(self)
@@ -47,7 +46,7 @@ class Weight(NamedTuple):
         # numbers by more than training may, and no difference is overlooked.
         dtype = getattr(torch, self.dtype.removeprefix("torch."))
         atol = 0.0
-        if dtype in (torch.float32, torch.float64) and len(self.sample):
+        if dtype.itemsize >= 4 and len(self.sample):
             largest = self.sample.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
             atol = 16 * torch.finfo(dtype).eps * largest
         return _equal(self.sample, other.sample, atol)
@@ -186,9 +185,8 @@ class Standing:
     """Tells at little cost that a model is still the one that was compared last.
 
     `check_same` compares by names, and takes Python as long as a small text takes the
-    model. Here modules, settings of adapters, and addresses and versions of weights are
-    compared, and the first numbers of each weight, since writes to `weight.data` change
-    no version.
+    model. Here modules, settings of adapters, addresses of weights, and the first
+    numbers of each are compared: training moves all of them.
     """
 
     def __init__(self, model: LogitsModel, blocks: Sequence[Block]) -> None:
@@ -200,8 +198,6 @@ class Standing:
         places += [[b.module._parameters, b.parameter] for b in blocks]
         self._holders, self._names = zip(*places, strict=True)
         self._weights = self._present()
-        # Those of inference mode count no versions.
-        self._counting = [each for each in self._weights if not each.is_inference()]
         self._before = self._read()
         # The numbers of a device are read as one tensor.
         self._views: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -234,9 +230,7 @@ class Standing:
             )
             for layer in self._layers
         ]
-        addresses = map(Tensor.data_ptr, self._weights)
-        versions = map(attrgetter("_version"), self._counting)
-        return [*settings, *addresses, *versions]
+        return [*settings, *map(Tensor.data_ptr, self._weights)]
 
     def _read_numbers(self) -> list[Tensor]:
         return [torch.cat(views) for views in self._views.values()]
@@ -308,44 +302,32 @@ def _other_weights(
     of_posterior = {id(block.weight) for block in blocks}
     for prefix, module in tree.model.named_modules():
         not_saved = module._non_persistent_buffers_set
+        # Of other adapters, and of modules that this one replaces.
+        is_other = "original_module" in prefix.split(".")
         for holder in (module._parameters, module._buffers):
             for name, weight in holder.items():
                 if weight is None or name in not_saved or id(weight) in of_posterior:
                     continue
-                known_as = _known_as(f"{prefix}.{name}", adapter)
+                whole_name = f"{prefix}.{name}"
+                if is_other or owner_of(whole_name) not in (None, adapter):
+                    continue
                 # Quantized weights are subclasses of tensors, or whole numbers.
                 is_plain = type(weight.data) is Tensor and weight.is_floating_point()
-                if known_as is not None and is_plain and not weight.is_meta:
-                    yield known_as, holder, name
+                if is_plain and not weight.is_meta:
+                    yield bare_name(whole_name), holder, name
 
 
 def _sampled(weights: dict[str, Tensor]) -> dict[str, Weight]:
-    """Take a few numbers of each weight, with one wait for each device."""
-    # Reading a number waits for an accelerator: all numbers of a device are read as one
-    # tensor.
-    few: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
-    for name, weight in weights.items():
+    """Take a few numbers of each weight."""
+    few: list[Tensor] = []
+    for weight in weights.values():
         numbers = weight.detach().flatten()
         step = max(1, len(numbers) // _SAMPLED)  # from all over a weight
-        alike = few.setdefault((weight.device, weight.dtype), {})
-        alike[name] = numbers[::step][:_SAMPLED]
-    samples: dict[str, Tensor] = {}
-    for alike in few.values():
-        joined = torch.cat(list(alike.values())).cpu().double()
-        parts = joined.split([len(numbers) for numbers in alike.values()])
-        samples.update(zip(alike, parts, strict=True))
+        few.append(numbers[::step][:_SAMPLED].to(few[0].device if few else None))
+    # Reading from an accelerator waits for it: all are read as one tensor.
+    joined = torch.cat(few).cpu().double() if few else torch.empty(0)
+    samples = joined.split(list(map(len, few)))
     return {
-        name: Weight(str(weight.dtype), list(weight.shape), samples[name])
-        for name, weight in weights.items()
+        name: Weight(str(weight.dtype), list(weight.shape), sample)
+        for (name, weight), sample in zip(weights.items(), samples, strict=True)
     }
-
-
-@lru_cache(2**16)  # every call of a posterior asks for the names of a whole model
-def _known_as(name: str, adapter: str) -> str | None:
-    """Name a weight without adapter and wrappers.
-
-    None for weights of other adapters, and of modules that this one replaces.
-    """
-    if owner_of(name) not in (None, adapter) or ".original_module." in name:
-        return None
-    return bare_name(name)

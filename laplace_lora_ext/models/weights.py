@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -28,9 +28,6 @@ else."""
 # weight's name the adapter's own name follows.
 _PARTS = r"lora_\w+|modules_to_save|trainable_tokens_\w+"
 _OF_ADAPTER = re.compile(rf"\.({_PARTS})\.([^.]+)")
-
-# Every call of a posterior asks for the names of a whole model.
-_MANY_NAMES = 2**16
 
 
 @dataclass(frozen=True)
@@ -169,7 +166,6 @@ class Block:
 # --- names ----------------------------------------------------------------------------
 
 
-@lru_cache(_MANY_NAMES)
 def strip_wrappers(name: str) -> str:
     """Drop the names that DistributedDataParallel and torch.compile put in front."""
     return re.sub(r"(^|\.)((module|_orig_mod)\.)+", r"\1", name)
@@ -186,7 +182,6 @@ def without_adapter(name: str) -> str:
     return _OF_ADAPTER.sub(r".\1", name)
 
 
-@lru_cache(_MANY_NAMES)
 def bare_name(name: str) -> str:
     """Name a weight as it is called without wrappers, whatever the adapters are."""
     bare = without_adapter(strip_wrappers(name))

@@ -22,7 +22,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.batches import Positions
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.tree import checkpointed_layers, checkpointing
+from laplace_lora_ext.models.running import checkpointed_layers, checkpointing
 from laplace_lora_ext.models.weights import Block, LinearRows, read, without_rows
 
 # Rows that a backward pass should have: with fewer, products leave the machine half

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from laplace_lora_ext.models.batches import named_batches
+from laplace_lora_ext.models.batches import Swapping, named_batches
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import exclusive
-from laplace_lora_ext.models.swapping import Swapping
 from laplace_lora_ext.models.weights import are_in_place
 from laplace_lora_ext.predictive.amortized import LearntVariance, log_variances
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader

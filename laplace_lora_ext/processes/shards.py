@@ -147,18 +147,15 @@ class Share:
 def _sum_of_rows(value: Any, mask: Any = None) -> int:
     """Sum up checksums of a batch's rows, in any order and without their padding."""
     if isinstance(value, Mapping):
-        mask = value.get("attention_mask")
-        return sum(_sum_of_rows(part, mask) for part in value.values())
+        mask, value = value.get("attention_mask"), list(value.values())
     if isinstance(value, list | tuple):
         return sum(_sum_of_rows(part, mask) for part in value)
     if not isinstance(value, Tensor) or not value.ndim:
         return crc32(repr(value).encode())
-    are_real: Any = [...] * len(value)
+    rows: Any = value.detach().cpu().double()  # NumPy has no bfloat16
     if mask is not None and value.shape[:2] == mask.shape:
-        are_real = mask.cpu().bool()
-    rows = value.detach().cpu().double()  # NumPy has no bfloat16
-    pairs = zip(rows, are_real, strict=True)
-    return sum(crc32(row[is_real].numpy().tobytes()) for row, is_real in pairs)
+        rows = [row[own.bool()] for row, own in zip(rows, mask.cpu(), strict=True)]
+    return sum(crc32(row.numpy().tobytes()) for row in rows)
 
 
 def data_size(loader: Any) -> int | None:
@@ -301,15 +298,13 @@ def divide(
         groups = torch.zeros(len(places), dtype=torch.long)
     if generator is None:
         generator = torch.Generator().manual_seed(0)
-    _, numbers, sizes = groups.unique(return_inverse=True, return_counts=True)
-    size = round(held_out * len(places))
-    n_left = sizes.tolist()  # of each group, for the rest to learn from
-    held: list[int] = []
-    for example in of_first(_mixed(numbers, generator)).tolist():
-        group = int(numbers[example])
-        if len(held) < size and n_left[group] > 1:
-            n_left[group] -= 1
-            held.append(example)
+    numbers = groups.unique(return_inverse=True)[1]
+    order = of_first(_mixed(numbers, generator)).tolist()
+    group_of = numbers.tolist()
+    # The last example of each group stays, for the rest to learn from.
+    last = {group_of[example]: example for example in order}
+    held = [example for example in order if last[group_of[example]] != example]
+    held = held[: round(held_out * len(places))]
     if not held:
         raise ValueError(
             f"No class has examples enough, among {len(places)}, to hold out one "

@@ -11,12 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
-from laplace_lora_ext.models.answers import (
-    DECODER_INPUTS,
-    Answers,
-    start_token,
-    without_cache,
-)
+from laplace_lora_ext.models.answers import DECODER_INPUTS, Answers, start_token
 from laplace_lora_ext.models.batches import IGNORED, Positions, text_first
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.output_layer import (
@@ -90,11 +85,7 @@ class TokensModel(LogitsModel):
         return bool(self.transformer.config.is_encoder_decoder)
 
     def _logits(
-        self,
-        batch: Any,
-        part: Span | None = None,
-        states: LastStates | None = None,
-        **model_kwargs: Any,
+        self, batch: Any, part: Span | None = None, states: LastStates | None = None
     ) -> Tensor:
         """Compute logits `(N, V)` of labelled tokens, or of a part, text after text.
 
@@ -104,9 +95,8 @@ class TokensModel(LogitsModel):
             batch = text_first(batch)  # labels too
         labelled = self.targets(batch, part) != IGNORED
         inputs = self._inputs(batch)
-        keywords = without_cache(self.transformer) | model_kwargs
         call = self._call if states is None else partial(states.call, self._call)
-        call = partial(call, inputs, **keywords)
+        call = partial(call, inputs)
         return logits_of_places(self.transformer, labelled, call)
 
     def log_probs_of(self, batch: Any, labels: LabelsOfTokens) -> Tensor:

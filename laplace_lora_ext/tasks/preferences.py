@@ -61,10 +61,10 @@ class PreferenceModel(LogitsModel):
         }
         return pairs
 
-    def _call(self, inputs: Any, **kwargs: Any) -> Any:
+    def _call(self, inputs: Any) -> Any:
         tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
         if self.transformer is None or tokens is None or tokens.ndim < 3:
-            return super()._call(inputs, **kwargs)
+            return super()._call(inputs)
         # The classifier knows texts alone: both of a pair are given as if they were two
         # examples.
         shape = tokens.shape[:2]
@@ -72,7 +72,7 @@ class PreferenceModel(LogitsModel):
         for key, value in inputs.items():
             lies_by_text = isinstance(value, Tensor) and value.shape[:2] == shape
             texts[key] = value.flatten(0, 1) if lies_by_text else value
-        rewards = logits_of(super()._call(texts, **kwargs))
+        rewards = logits_of(super()._call(texts))
         if rewards.shape != (shape.numel(), 1):
             raise ValueError(
                 "A reward model has one output, but this one returns "

@@ -76,11 +76,11 @@ class TokenLabelsModel(LogitsModel):
         of_texts = super().positions(self.unlabelled(batch), len(places))
         return of_texts._replace(owners_of_logits=places.nonzero()[:, 0])
 
-    def _logits(self, batch: Any, **model_kwargs: Any) -> Tensor:
+    def _logits(self, batch: Any) -> Tensor:
         places = self.places(batch)
         inputs = self._inputs(self.unlabelled(batch))
         _check_any(places)
-        by_place = logits_of(self._call(inputs, **model_kwargs))
+        by_place = logits_of(self._call(inputs))
         if by_place.ndim != 3 or by_place.shape[:2] != places.shape:
             raise ValueError(
                 'The likelihood "token_classification" needs logits of shape (texts, '

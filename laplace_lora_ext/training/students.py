@@ -20,10 +20,9 @@ from torch.nn.functional import kl_div
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext.models.adapters import add_copy, own_adapter_back, write_adapter
-from laplace_lora_ext.models.batches import named_batches, pad_token
+from laplace_lora_ext.models.batches import Swapping, named_batches, pad_token
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.swapping import Swapping
-from laplace_lora_ext.models.tree import checkpointing, keep_derivatives
+from laplace_lora_ext.models.running import checkpointing, keep_derivatives
 from laplace_lora_ext.tasks.task import Task
 from laplace_lora_ext.training.trainers import (
     Examples,

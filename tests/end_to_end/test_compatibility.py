@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, distributed, nn
 from torch.testing import assert_close
 
-from laplace_lora_ext.models.tree import Tree, keep_derivatives
+from laplace_lora_ext.models.running import Tree, keep_derivatives
 from tests.compatibility.examples import Example, together
 from tests.compatibility.families import (
     CLASSIFIER,

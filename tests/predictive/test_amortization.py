@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_lora_ext import from_pretrained
-from laplace_lora_ext.models.swapping import Swapping
+from laplace_lora_ext.models.batches import Swapping
 from laplace_lora_ext.predictive.amortization import changes_of_logits
 from laplace_lora_ext.predictive.posterior import drawn_functions
 from tests.support.models import (
