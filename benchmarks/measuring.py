@@ -34,8 +34,6 @@ SHARE_OF_LIMIT = 1 / 4  # for one call's repetitions, since others have to come 
 KILLED = -9  # exit code
 KNOWN_WARNINGS = (
     "By default `link_approx`",  # every call names its link
-    # A head stays at its MAP value everywhere.
-    "The posterior is over lora_A and lora_B",
     "There is a performance drop",  # the stock classes' price, which tables show
     "ASDL backend is used which does not",  # likewise
 )

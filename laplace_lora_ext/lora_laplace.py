@@ -25,7 +25,6 @@ from laplace_lora_ext.models.lora_layers import (
     check_known_to_host,
     find_blocks,
     is_untrained,
-    warn_of_other_trainable,
 )
 from laplace_lora_ext.models.running import (
     copy_if_inference,
@@ -245,7 +244,6 @@ class LoRALaplace(Posterior, Predictor):
         )
         selection = target_modules, layers_to_transform, weight_names
         self.blocks = find_blocks(model, *selection, modules_to_save)
-        warn_of_other_trainable(model, self.blocks)
         if is_untrained(self.blocks):
             warn("Every lora_B weight is 0: the adapter looks untrained.")
         self.recorder = Recorder(self.model, self.blocks)

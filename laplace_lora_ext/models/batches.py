@@ -17,6 +17,8 @@ from laplace_lora_ext.processes.exchange import rank
 IGNORED = -100
 """transformers' label for a token that does not count."""
 
+_OF_TEXT = ("attention_mask", "inputs_embeds")
+
 # The share of a text's tokens that are swapped.
 _SWAPPED = 0.3
 # Tokens in more than this share of the texts are a prompt's.
@@ -166,9 +168,8 @@ def text_first(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(value, Tensor) or value.shape[:2] != mask.shape:
             return value
         # Other numbers may be features that lie in an order of their own.
-        if value.is_floating_point() and key not in ("attention_mask", "inputs_embeds"):
-            return value
-        if key.startswith("decoder_"):
+        is_feature = value.is_floating_point() and key not in _OF_TEXT
+        if is_feature or key.startswith("decoder_"):
             return value
         return value[rows.to(value.device), places.to(value.device)]
 

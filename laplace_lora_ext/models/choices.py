@@ -40,10 +40,6 @@ class _Rows(NamedTuple):
     targets: Tensor
     n_texts: int
 
-    def by_text(self, of_rows: Tensor) -> Tensor:
-        """Arrange what belongs to rows, `(B K, ...)`, by text: `(B, K, ...)`."""
-        return of_rows.unflatten(0, (self.n_texts, -1))
-
 
 class Choices(Answers):
     """Answers that each batch brings, other ones for each text.
@@ -65,12 +61,13 @@ class Choices(Answers):
         self.normalised = normalised
 
     def rows(self, inputs: Any) -> Any:
-        rows = self._rows(inputs)
-        by_text = dict(rows.inputs)
-        for key, value in rows.inputs.items():
-            if isinstance(value, Tensor) and value.shape[:1] == rows.targets.shape[:1]:
-                by_text[key] = rows.by_text(value)
-        return by_text
+        flat, targets, n_texts = self._rows(inputs)
+        return {
+            key: value.unflatten(0, (n_texts, -1))
+            if isinstance(value, Tensor) and value.shape[:1] == targets.shape[:1]
+            else value
+            for key, value in flat.items()
+        }
 
     def logits(self, inputs: Any, call: Call) -> Tensor:
         logits, _ = self._scores(inputs, call)
@@ -81,20 +78,20 @@ class Choices(Answers):
 
         Also returns logits `(B, V)` where the first choice's first token is predicted.
         """
-        rows = self._rows(inputs)
-        index, counts = first_places(rows.targets != IGNORED)
-        n_positions = rows.targets.shape[1]
-        call_here = partial(call, rows.inputs)
+        flat, targets, n_texts = self._rows(inputs)
+        index, counts = first_places(targets != IGNORED)
+        call_here = partial(call, flat)
         of_vocabulary = in_full(
-            logits_at(self._transformer, index, n_positions, call_here)
+            logits_at(self._transformer, index, targets.shape[1], call_here)
         )
-        tokens = rows.targets.take_along_dim(index, dim=1).to(of_vocabulary.device)
+        tokens = targets.take_along_dim(index, dim=1).to(of_vocabulary.device)
         counts = counts.to(of_vocabulary.device)
         chosen = of_vocabulary.gather(-1, tokens.where(counts, 0)[..., None])[..., 0]
         log_p = (chosen - of_vocabulary.logsumexp(-1)).where(counts, 0).sum(-1)
         if self.normalised:
             log_p = log_p / counts.sum(-1)
-        return rows.by_text(log_p), rows.by_text(of_vocabulary[:, 0])[:, 0]
+        n_choices = len(targets) // n_texts
+        return log_p.unflatten(0, (n_texts, -1)), of_vocabulary[::n_choices, 0]
 
     def _rows(self, inputs: Any) -> _Rows:
         """Arrange a batch of choices as rows, and find what each place predicts."""

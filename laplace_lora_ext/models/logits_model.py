@@ -365,7 +365,7 @@ class LogitsModel(nn.Module):
     def prepared(self, trainable: Sequence[Tensor] = ()) -> Iterator[None]:
         """Run the model in a session, with gradients for the given parameters alone.
 
-        On leaving, every parameter's `requires_grad` and `.grad` are as they were.
+        On leaving, every parameter's `requires_grad` is as it was.
         """
         with self.running(), _requiring_grad(self.tree, trainable):
             yield
@@ -409,7 +409,7 @@ class LogitsModel(nn.Module):
         # One that several threads run is put back when all have left.
         with nullcontext() if self._shared_state else put_back(self.tree):
             if given and (self._takes_only_keywords or self._first_key in given):
-                return self.model(**self._defaults | given)
+                return self.model(**{**self._defaults, **given})
             return self.model(inputs)
 
     def _find_answers(
@@ -428,25 +428,22 @@ class LogitsModel(nn.Module):
 
 @contextmanager
 def _requiring_grad(tree: Tree, trainable: Sequence[Tensor]) -> Iterator[None]:
-    """Let some parameters alone require grad, and none have a `.grad`, within."""
+    """Let some parameters alone require grad within."""
     wanted = set(map(id, trainable))
     # By their places: hooks that offload weights may replace them within.
-    changed: list[tuple[dict[str, Any], str, bool, Tensor | None]] = []
-    for holder in tree.parameters:
-        for name, weight in holder.items():
-            if weight is None:
-                continue
-            is_right = weight.requires_grad == (id(weight) in wanted)
-            if not is_right or weight.grad is not None:
-                changed.append((holder, name, weight.requires_grad, weight.grad))
+    changed = [
+        (holder, name)
+        for holder in tree.parameters
+        for name, weight in holder.items()
+        if weight is not None and weight.requires_grad != (id(weight) in wanted)
+    ]
+    for holder, name in changed:
+        holder[name].requires_grad_(not holder[name].requires_grad)
     try:
-        for holder, name, _, _ in changed:
-            weight = holder[name]
-            weight.requires_grad_(id(weight) in wanted).grad = None
         yield
     finally:
-        for holder, name, requires_grad, grad in changed:
-            holder[name].requires_grad_(requires_grad).grad = grad
+        for holder, name in changed:
+            holder[name].requires_grad_(not holder[name].requires_grad)
 
 
 # --- wrappers -------------------------------------------------------------------------

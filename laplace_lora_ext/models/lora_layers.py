@@ -14,7 +14,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
-from laplace_lora_ext.messages import listed, warn
+from laplace_lora_ext.messages import listed
 from laplace_lora_ext.models.weights import (
     Block,
     LinearRows,
@@ -253,24 +253,6 @@ def looks_trained(model: nn.Module, blocks: Sequence[Block]) -> bool:
         if getattr(config, "init_lora_weights", True) not in _START_AT_ZERO:
             return False
     return not is_untrained(blocks)
-
-
-def warn_of_other_trainable(model: nn.Module, blocks: Sequence[Block]) -> None:
-    """Warn of trainable parameters that stay fixed, neither in blocks nor a head."""
-    in_posterior = {id(block.weight) for block in blocks}
-    others: list[str] = []
-    for name, parameter in model.named_parameters():
-        bare = strip_wrappers(name)
-        # LoRA that a selection leaves out was left out by the user.
-        is_left_out = _NAME.fullmatch(bare) or ".modules_to_save." in bare
-        is_fixed = parameter.requires_grad and id(parameter) not in in_posterior
-        if is_fixed and not is_left_out:
-            others.append(bare)
-    if others:
-        warn(
-            "The posterior is over the adapter's matrices alone. Other trainable "
-            f"weights stay at their MAP values: {listed(others)}."
-        )
 
 
 def find_idle(layers: Layers) -> str | None:

@@ -54,7 +54,17 @@ def logits_and_hidden_states(
     Call it within a session.
     """
     tree = model.tree
-    layers = _candidates(model) if tree.read_by is None else tree.read_by
+    output_layer = _output_layer(model)
+    layers = tree.read_by
+    if output_layer is not None:
+        layers = [output_layer]
+    elif layers is None:  # modules that have a matrix, as LoRA's have
+        layers = [
+            module
+            for module in tree.modules
+            if isinstance(weight := getattr(module, "weight", None), Tensor)
+            and weight.ndim == 2
+        ]
     calls: deque[_LayerCall] = deque(maxlen=_LAST)
     own = get_ident()
 
@@ -68,15 +78,12 @@ def logits_and_hidden_states(
         for layer in layers:
             hooks.callback(layer.register_forward_hook(note).remove)
         logits = model(batch)
-    is_output_layer = _output_layer(model) is not None
-    by_place = None
-    if model.places(batch) is not None:
-        by_place = model.in_places(logits, batch)
+    by_place = model.in_places(logits, batch)
     for call in calls:
-        if by_place is None:
-            hidden = _hidden_states(call, logits, is_output_layer)
-        else:
+        if by_place.ndim == 3:
             hidden = _hidden_states_of_tokens(call, by_place)
+        else:
+            hidden = _hidden_states(call, logits, output_layer is not None)
         if hidden is not None:
             tree.read_by = [call.layer]
             return logits, hidden
@@ -90,19 +97,6 @@ def _output_layer(model: LogitsModel) -> nn.Module | None:
         return None
     layer = model.transformer.get_output_embeddings()
     return layer if isinstance(layer, nn.Module) else None
-
-
-def _candidates(model: LogitsModel) -> list[nn.Module]:
-    """List the output layer, or else modules that have a matrix, as LoRA's have."""
-    output_layer = _output_layer(model)
-    if output_layer is not None:
-        return [output_layer]
-    return [
-        module
-        for module in model.tree.modules
-        if isinstance(weight := getattr(module, "weight", None), Tensor)
-        and weight.ndim == 2
-    ]
 
 
 def _hidden_states(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import is_
@@ -200,11 +201,11 @@ class Standing:
         self._weights = self._present()
         self._before = self._read()
         # The numbers of a device are read as one tensor.
-        self._views: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        views: defaultdict[Any, list[Tensor]] = defaultdict(list)
         for weight in self._weights:
-            alike = self._views.setdefault((weight.device, weight.dtype), [])
-            alike.append(_first_numbers(weight))
-        self._numbers = self._read_numbers()
+            views[weight.device, weight.dtype].append(_first_numbers(weight))
+        self._views = list(views.values())
+        self._numbers = list(map(torch.cat, self._views))
 
     def holds(self) -> bool:
         """Tell whether nothing has changed; False where that is not known."""
@@ -212,7 +213,7 @@ class Standing:
             self._model.tree is self._tree
             and all(map(is_, self._present(), self._weights))
             and self._read() == self._before
-            and all(map(torch.equal, self._read_numbers(), self._numbers))
+            and all(map(torch.equal, map(torch.cat, self._views), self._numbers))
         )
 
     # Weights are many, and functions in C faster than loops.
@@ -231,9 +232,6 @@ class Standing:
             for layer in self._layers
         ]
         return [*settings, *map(Tensor.data_ptr, self._weights)]
-
-    def _read_numbers(self) -> list[Tensor]:
-        return [torch.cat(views) for views in self._views.values()]
 
 
 def standing_of(model: LogitsModel, blocks: Sequence[Block]) -> Standing | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
 from copy import copy, deepcopy
 from inspect import signature
 from itertools import pairwise
@@ -131,17 +130,13 @@ class Share:
     def refuse_copies(self) -> None:
         """Refuse ranks that were given the same data; dealt ones are never copies."""
         own = None if self.is_dealt else (self._n_rows, self._inputs)
-        first_with: dict[tuple[int, int], int] = {}
-        for of_rank, seen in enumerate(gathered(own)):
-            if seen is None or seen[0] == 0:
-                continue
-            first = first_with.setdefault(seen, of_rank)
-            if first != of_rank:
-                raise ValueError(
-                    f"Ranks {first} and {of_rank} have the same {seen[0]} examples: "
-                    "give each rank its own shard, with a DistributedSampler or "
-                    "accelerator.prepare(loader)."
-                )
+        first = gathered(own).index(own)
+        if own and self._n_rows and first != rank():
+            raise ValueError(
+                f"Ranks {first} and {rank()} have the same {self._n_rows} examples: "
+                "give each rank its own shard, with a DistributedSampler or "
+                "accelerator.prepare(loader)."
+            )
 
 
 def _sum_of_rows(value: Any, mask: Any = None) -> int:
@@ -207,7 +202,9 @@ def _indices(loader: Any) -> list[int]:
     sampler = next(_samplers(loader), None)
     if sampler is None:
         return list(range(len(loader.dataset)))
-    with _random_states_of_its_own():
+    # It draws the same in every call, and leaves torch's state as it was.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
         # It gives examples, or lists of them.
         batches = [np.ravel(batch).tolist() for batch in _of_all_ranks(sampler)]
     return [int(index) for batch in batches for index in batch]
@@ -231,21 +228,6 @@ def _of_all_ranks(sampler: Any) -> Any:
     if "num_processes" in own:  # Accelerate's
         own.update(num_processes=1, process_index=0)
     return sampler
-
-
-@contextmanager
-def _random_states_of_its_own() -> Iterator[None]:
-    """Let a sampler draw the same in every call, and leave all states as they were."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            random.seed(0)
-            np.random.seed(0)
-            torch.default_generator.manual_seed(0)
-            yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
 
 
 def check_divisible(loader: DataLoader, held_out: float) -> None:
@@ -455,9 +437,5 @@ def _is_divided(loader: Any) -> bool:
 
 def _size_of_batches(loader: Any) -> int:
     """Return the size of one rank's batches."""
-    batches = loader.batch_sampler
-    size = getattr(batches, "batch_size", None) or loader.batch_size or _BATCH_SIZE
-    # Accelerate's: a batch is that of all ranks.
-    if getattr(batches, "split_batches", False):
-        size //= count()
-    return max(1, size)
+    size = getattr(loader.batch_sampler, "batch_size", None)
+    return size or loader.batch_size or _BATCH_SIZE

@@ -203,20 +203,6 @@ def test_what_can_not_take_part_is_refused_by_name(make_model, message):
 # --- warned of ------------------------------------------------------------------------
 
 
-def test_biases_that_stay_fixed_are_listed_once():
-    model = lora_model("bert", lora_bias=True)
-    with pytest.warns(UserWarning, match="stay at their MAP values") as caught:
-        LowRankKronLoRALaplace(model, "classification")
-    (ours,) = [each for each in caught if "lora_B" in str(each.message)]
-    text = str(ours.message)
-    assert text.count("lora_B.default.bias") == 4
-    # A head, as PEFT trains it beside every classifier's LoRA.
-    assert "modules_to_save" not in text
-    assert "lora_A.default.weight" not in text
-    # It points to the user's own line.
-    assert ours.filename == __file__
-
-
 def test_an_untrained_adapter_is_warned_of_and_can_be_fitted():
     config = LoraConfig(r=2, target_modules=["first", "second"])
     model = inject_adapter_in_model(config, TwoLinear()).double()

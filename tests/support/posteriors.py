@@ -1,6 +1,5 @@
 """Posteriors of the small models, and what many tests ask of them."""
 
-import warnings
 from collections.abc import Iterable, Sequence
 from itertools import cycle
 from typing import Any
@@ -56,16 +55,14 @@ def make(
     likelihood: str = "classification",
     **keywords: Any,
 ):
-    """Build a posterior by the stock factory, silent about trainable heads."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The posterior is over")
-        return laplace.Laplace(
-            model,
-            likelihood,
-            subset_of_weights="lora",
-            hessian_structure=structure,
-            **keywords,
-        )
+    """Build a posterior by the stock factory."""
+    return laplace.Laplace(
+        model,
+        likelihood,
+        subset_of_weights="lora",
+        hessian_structure=structure,
+        **keywords,
+    )
 
 
 def fitted(

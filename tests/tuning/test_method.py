@@ -184,7 +184,6 @@ def results(la: Any, history: TuningHistory) -> list[Any]:
     return [*chosen, history.objective, history.prior_precision]
 
 
-@pytest.mark.filterwarnings("ignore:The posterior is over")
 @pytest.mark.parametrize(
     ("of_numbers", "name"), [*((False, name) for name in METHODS), (True, "gridsearch")]
 )
