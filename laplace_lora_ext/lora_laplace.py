@@ -452,8 +452,6 @@ class LoRALaplace(Posterior, Predictor):
             # there.
             least = value.detach().min() if isinstance(value, Tensor) else value
             self._smallest_prior = float(least)
-        elif name == "logit_scale":
-            self.task.check_logit_scale(float(value))
         super().__setattr__(name, float(value) if name in _NUMBERS else value)
 
     @property

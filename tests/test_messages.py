@@ -9,7 +9,6 @@ import pytest
 from torch.utils.data import DataLoader, TensorDataset
 
 import laplace_lora_ext
-from laplace_lora_ext import Laplace
 from laplace_lora_ext.messages import naming
 from tests.support.models import first_batch, pairs, plain_model, without_labels
 from tests.support.posteriors import fitted, make
@@ -67,10 +66,6 @@ TOKENIZE = "tokenized first"
 WRONG = {
     "a name": (lambda la: la(batch(), link_approx="nope"), "'nope' is none of"),
     "data as a name": (lambda la: la(batch(), link_approx=Data()), "not a Data"),
-    "data as a structure": (
-        lambda la: Laplace(la.model.model, hessian_structure=Data()),
-        "not a Data",
-    ),
     "no draws": (
         lambda la: make(la.model.model, backend_kwargs={"num_samples": 0}),
         "num_samples must be",

@@ -243,7 +243,6 @@ class LanguageModeling(TokenClassification):
     writes = True
     # Others can't draw the tokens of a text.
     structures = ("lowrank_kron",)
-    instead_of_logit_scale = "draw_logits, and divide by a temperature"
 
     @property
     def predicted(self) -> Task:

@@ -17,7 +17,6 @@ class Regression(Task):
     name = "regression"
     name_for_host = "regression"
     has_noise = True
-    instead_of_logit_scale = "sigma_noise"
 
     def predictions(self, logits: Tensor) -> Tensor:
         return logits

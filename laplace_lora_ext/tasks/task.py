@@ -129,8 +129,6 @@ class Task:
         whether these are the words of a vocabulary
     structures : tuple of str
         the values of `hessian_structure` that it works with
-    instead_of_logit_scale : str
-        what to use in place of `logit_scale`; empty where the logits can be scaled
     """
 
     name: str
@@ -141,7 +139,6 @@ class Task:
     has_tokens = False
     writes = False
     structures: tuple[str, ...] = ("lowrank_kron", "kron", "diag", "full")
-    instead_of_logit_scale = ""
 
     # --- predictions ------------------------------------------------------------------
 
@@ -294,13 +291,6 @@ class Task:
             raise ValueError(
                 f'The likelihood "{self.name}" has no hessian_structure={structure!r}: '
                 f"use one of {list(self.structures)}."
-            )
-
-    def check_logit_scale(self, value: float) -> None:
-        """Refuse a scale where predictions have no logits that a task reads."""
-        if value != 1 and self.instead_of_logit_scale:
-            raise ValueError(
-                f"{self.name} has no logit_scale: use {self.instead_of_logit_scale}."
             )
 
     def check_linearised(self) -> None:

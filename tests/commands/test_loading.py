@@ -126,9 +126,11 @@ def test_columns_of_other_names(options, tmp_path):
 
 def test_a_text_that_is_too_long_is_named_before_any_is_read(options, refusal):
     with open(options["train"], "a", encoding="utf-8") as file:
-        file.write(json.dumps({"text": "red " * 65, "label": "air"}) + "\n")
+        for length in (64, 65):
+            row = {"text": "red " * length, "label": "air"}
+            file.write(json.dumps(row) + "\n")
     message = refusal("calibrate", **options)
-    assert "Row 25 of" in message
+    assert "Row 26 of" in message
     assert "has 65 tokens, and the model takes 64" in message
     run("calibrate", max_length=64, **options)
 

@@ -232,6 +232,7 @@ def test_others_open_a_student_by_its_folder_alone(calibrated, tmp_path, capsys)
     if calibrated.names != NAMES:
         model = AutoPeftModelForCausalLM.from_pretrained(student)
         AutoModelForCausalLM.from_pretrained(folder / "merged")
+        assert not (student / "base").exists()
         assert len(AutoTokenizer.from_pretrained(student)) == len(tokenizer())
         return
     text = "red sky"

@@ -10,13 +10,7 @@ from torch.testing import assert_close
 
 from laplace_lora_ext import LaplaceMixture, Moments, from_pretrained
 from tests.support.models import first_batch, ragged_batches, without_labels
-from tests.support.posteriors import (
-    another_training,
-    fitted,
-    generator,
-    plain_regression,
-)
-from tests.support.texts import fitted_text
+from tests.support.posteriors import another_training, fitted, generator
 
 SCALE = 2.5
 # Both sides scale the same logits, in another order: they are apart by rounding alone.
@@ -134,13 +128,6 @@ def test_what_is_no_scale_is_refused(la):
         with pytest.raises(ValueError, match="logit_scale must be"):
             la.logit_scale = value
     assert la.logit_scale == 1
-    # Without logits it names what to use.
-    regression, _ = plain_regression()
-    for other, instead in ((regression, "sigma_noise"), (fitted_text(), "draw_logits")):
-        with pytest.raises(ValueError, match=f"use {instead}"):
-            other.logit_scale = 2
-        # What changes nothing is allowed.
-        other.logit_scale = 1
 
 
 def test_a_mixture_multiplies_the_scales_of_its_members(batch):
