@@ -178,8 +178,8 @@ class LoRALaplace(Posterior, Predictor):
         what all predictions multiply the logits f by: `link(s f, s² V)`. A posterior
         can only make a model less sure than it is; with a scale above 1 it can be surer
         too, and without any variance the scale is the inverse of a softmax's
-        temperature. The evidence and the curvature know nothing of it. Always 1 for a
-        regression, which has `sigma_noise`, and for language modeling
+        temperature. The evidence and the curvature know nothing of it. Leave it at 1
+        for a regression, which has `sigma_noise`, and for language modeling
     metadata : dict
         numbers and text that the posterior's file is to hold too, such as how texts
         were read; `laplace-lora` keeps the classes' names there
