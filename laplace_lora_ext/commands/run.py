@@ -347,9 +347,7 @@ def _write_student(loaded: Loaded, folder: Path, metadata: Mapping[str, Any]) ->
     config = loaded.model.config
     adapter = PeftConfig.from_pretrained(str(folder))
     name = str(adapter.base_model_name_or_path)
-    of_base = AutoConfig.from_pretrained(name)
-    is_classifier = "Classification" in str(of_base.architectures)
-    knows_names = is_classifier and of_base.id2label == config.id2label
+    knows_names = AutoConfig.from_pretrained(name).id2label == config.id2label
     if knows_names or loaded.arguments.answers:
         return
     base = AutoModelForSequenceClassification.from_pretrained(

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassificatio
 from torch.nn.functional import one_hot
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, pipeline
 
+from laplace_lora_cli import ModelArguments
 from laplace_lora_ext import LoRALaplace
 from laplace_lora_ext.commands import run as commands
+from laplace_lora_ext.commands.loading import load
 from laplace_lora_ext.commands.texts import UsageError
 from laplace_lora_ext.plots import Outcomes
 from laplace_lora_ext.predictive.predictions import Prediction
@@ -238,9 +241,11 @@ def test_others_open_a_student_by_its_folder_alone(calibrated, tmp_path, capsys)
     text = "red sky"
     by_pipeline = pipeline("text-classification", model=str(student))(text, top_k=None)
     merged = pipeline("text-classification", model=str(folder / "merged"))
-    assert [row["label"] for row in merged(text, top_k=None)] == [
-        row["label"] for row in by_pipeline
-    ]
+    scores, of_merged = (
+        {row["label"]: row["score"] for row in rows}
+        for rows in (by_pipeline, merged(text, top_k=None))
+    )
+    assert of_merged == pytest.approx(scores, abs=1e-6)
     model = AutoPeftModelForSequenceClassification.from_pretrained(student).eval()
     assert model.config.id2label == dict(enumerate(NAMES))
     encoded = AutoTokenizer.from_pretrained(student)(text, return_tensors="pt")
@@ -251,3 +256,8 @@ def test_others_open_a_student_by_its_folder_alone(calibrated, tmp_path, capsys)
         assert row["score"] == pytest.approx(p[number].item(), abs=1e-6)
     # What it has learnt, and not the fresh head of its base.
     assert by_pipeline[0]["label"] == "plant"
+    # A base that knows the names is not copied.
+    copied = tmp_path / "copied"
+    shutil.copytree(student, copied, ignore=shutil.ignore_patterns("base"))
+    commands._write_student(load(ModelArguments(adapter=str(student))), copied, {})
+    assert not (copied / "base").exists()
