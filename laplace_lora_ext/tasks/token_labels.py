@@ -64,10 +64,7 @@ class TokenLabelsModel(LogitsModel):
         mask = X.get("attention_mask")
         if mask is not None:
             return mask.to(self.device).bool()
-        tokens = X.get("input_ids")
-        if tokens is None:
-            tokens = X["inputs_embeds"][..., 0]
-        return torch.ones(tokens.shape, dtype=torch.bool, device=self.device)
+        return torch.ones_like(X["input_ids"], dtype=torch.bool, device=self.device)
 
     def positions(self, batch: Any, n_examples: int) -> Positions:
         """Describe the rows of texts that have logits for each token."""

@@ -12,14 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 from torch.special import entr
 from torch.testing import assert_close
-from transformers import (
-    BertConfig,
-    BertLMHeadModel,
-    BertModel,
-    EncoderDecoderModel,
-    FSMTConfig,
-    FSMTForConditionalGeneration,
-)
+from transformers import FSMTConfig, FSMTForConditionalGeneration
 
 import tests.support.dense as dense
 from laplace_lora_ext.models import output_layer
@@ -93,26 +86,6 @@ def llama_with_checkpoints() -> nn.Module:
     return with_lora(base, ["q_proj", "down_proj"])
 
 
-def two_models() -> nn.Module:
-    """Join an encoder and a decoder, which have layers of the same names."""
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 8,
-        "intermediate_size": 12,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    of_encoder = BertConfig(**sizes)
-    of_decoder = BertConfig(**sizes, is_decoder=True, add_cross_attention=True)
-    base = EncoderDecoderModel(
-        encoder=BertModel(of_encoder), decoder=BertLMHeadModel(of_decoder)
-    )
-    base.config.decoder_start_token_id = 1
-    base.config.pad_token_id = 0
-    return with_lora(base, ["query"])
-
-
 def gemma2() -> nn.Module:
     """Make a Gemma 2, which caps its logits behind the output layer."""
     # So low that it changes logits as small as those of random weights.
@@ -130,7 +103,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "overwriting": overwriting,
     "llama": llama_with_checkpoints,
     "t5": partial(encoder_decoder, "t5"),
-    "two models": two_models,
     "gemma2": gemma2,
 }
 
@@ -313,7 +285,6 @@ A_FEW_ROWS = 6
     [
         ("t5", PADDINGS[0]),
         ("gemma2", PADDINGS[1]),
-        ("two models", PADDINGS[2]),
         ("overwriting", PADDINGS[1]),
         ("embedding", PADDINGS[1]),
         ("llama", PADDINGS[2]),
