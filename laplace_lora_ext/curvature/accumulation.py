@@ -68,29 +68,13 @@ class Structure:
         """Return a batch's loss, and new sums with the batch.
 
         Labels that don't fit and numbers that are not finite are refused. What is drawn
-        depends on the numbers `(B,)` that the examples have in the whole data. A batch
-        that does not fit into memory is added in parts, as if these were batches.
+        depends on the numbers `(B,)` that the examples have in the whole data.
         """
-        _, dtype = self.recorder.places[0]
-        total = sums
-        losses: list[Tensor] = []
-
-        def add_part(part: Any, place: slice) -> None:
-            nonlocal total
-            of_part = y[place]
-            # Texts without a label.
-            if not len(self.task.as_targets(of_part, dtype)):
-                return
-            owners = self.task.owners(of_part).to(examples.device)
-            # By which our backend draws: curvlinops' has no use for it.
-            self.backend.examples = examples[place][owners]
-            # Nothing is added unless the whole part is.
-            loss, total = self._add(total, part, of_part)
-            losses.append(loss)
-
-        self.recorder.learn(x, len(y), add_part)
+        # By which our backend draws: curvlinops' has no use for it.
+        self.backend.examples = examples[self.task.owners(y).to(examples.device)]
+        loss, total = self._add(sums, x, y)
         self.backend.examples = None
-        return torch.stack(losses).sum(), total
+        return loss, total
 
     def _add(self, sums: Any, x: Any, y: Tensor) -> tuple[Tensor, Any]:
         raise NotImplementedError

@@ -77,9 +77,6 @@ class LogitsModel(nn.Module):
         whether this is a language model whose answers are the classes
     mask_token_id : int or None
         the token at which a masked language model's answer is read
-    is_divisible : bool or None
-        whether examples have the same logits in parts of a batch; None before `divides`
-        was asked
     normalised : bool
         whether logits of answers are means over their tokens, rather than sums
     """
@@ -97,7 +94,6 @@ class LogitsModel(nn.Module):
         super().__init__()
         self.training = False
         self._tree = Tree(model)
-        self.is_divisible: bool | None = None
         self._within: set[int] = set()  # threads that run the model
         self._shared_state: State | None = None
         if self._tree.is_compiled:
@@ -165,27 +161,6 @@ class LogitsModel(nn.Module):
     def log_probs(self, batch: Any) -> Tensor:
         """Compute log-probabilities `(B, C + 1)` of `class_token_ids`, and all else."""
         return self._answers.log_probs(self._inputs(batch), self._call)
-
-    def summary(self, batch: Any) -> Tensor:
-        """Compute what shows whether examples depend on each other: the logits."""
-        return self(batch)
-
-    def divides(self, batch: Any, of_parts: Callable[[Tensor], Tensor]) -> bool:
-        """Tell whether a batch's parts have its logits; the first such batch tells.
-
-        Gradients don't: a model may standardise what it reads before its adapter.
-
-        Parameters
-        ----------
-        batch : Any
-        of_parts : callable
-            takes the `summary` of the batch, and returns that of its parts
-        """
-        if self.is_divisible is None:
-            with self.forward_passes():
-                whole = self.summary(batch)
-                self.is_divisible = self.agree(whole, of_parts(whole).to(whole))
-        return self.is_divisible
 
     def weighing_answers(self) -> AbstractContextManager[list[Tensor]]:
         """Weigh answers as `Answers.weighing` does."""

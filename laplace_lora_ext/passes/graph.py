@@ -5,7 +5,6 @@ A backward pass brings each block its rows. Here it is proven which are whose.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 import torch._C._functorch as functorch
-from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
@@ -47,8 +45,9 @@ class Layouts:
     # Whether several seeds can share a pass: no kernel refuses `torch.func.vmap`. None
     # before the first of such passes.
     is_batchable: bool | None = None
-    # How many seeds a backward pass may take: one where more did not fit into memory.
-    seeds_at_most: float = math.inf
+    # Whether examples have the same logits in parts of a batch. None before the first
+    # batch in parts.
+    is_divisible: bool | None = None
     # Indices of the blocks that passes have used, since whoever asks emptied it: whose
     # layers were called with a graph, or whose whole gradient there is.
     used: set[int] = field(default_factory=set)
@@ -277,7 +276,6 @@ class Graph:
             # time.
             most = max(sum(shape.numel() for shape in calls) for calls in self.calls)
             at_once = max(1, _ROWS // max(1, most))
-        at_once = int(min(at_once, self.taps.layouts.seeds_at_most))
         if at_once > 1 and n_seeds > 1 and not self._is_batchable(vectors):
             at_once = 1
         for start in range(0, n_seeds, at_once):
@@ -304,8 +302,6 @@ class Graph:
                 self._pass(vectors[:2], ignore, retain_graph=True)
                 layouts.is_batchable = True
             except RuntimeError as error:
-                if should_reduce_batch_size(error):
-                    raise
                 # An error of the model's own is met again, one by one.
                 self._pass(vectors[:1], ignore, retain_graph=True)
                 layouts.is_batchable = False

@@ -1,9 +1,8 @@
-"""Batches are recorded, whole or example by example, in parts that fit into memory."""
+"""Batches are recorded, whole or example by example, and predicted in small parts."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -11,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import one_hot
@@ -24,7 +22,6 @@ from laplace_lora_ext.models.batches import (
     part_of,
 )
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.running import is_shared
 from laplace_lora_ext.models.weights import (
     Block,
     Place,
@@ -177,9 +174,6 @@ class Recorder:
         self.blocks = list(blocks)
         # A whole weight's gradient is of all examples that a pass has.
         self.layouts = Layouts(examples_apart=bool(without_rows(blocks)))
-        # How many rows of layers fit, in passes of each kind: those of a prediction
-        # have more vectors at once than those of a fit.
-        self._most_rows = {"fit": sys.maxsize, "prediction": sys.maxsize}
 
     @property
     def places(self) -> list[Place]:
@@ -366,10 +360,10 @@ class Recorder:
             logits, positions = recording.logits, recording.positions
             vectors = directions(logits.detach())
             rounds = Rounds.of(positions)
-            at_once = len(vectors)
             if rounds is not None:
                 vectors = rounds.vectors(vectors)
-                at_once = max(1, self._rows_at_once // positions.n_rows)
+            n_rows = positions.n_tokens or positions.n_rows
+            at_once = max(1, self._rows_at_once // n_rows)
             size = torch.Size((positions.n_examples, len(vectors)))
             recording.backward(vectors, take, at_once=at_once)
             for index in range(len(self.blocks)):
@@ -404,7 +398,7 @@ class Recorder:
         in_order = [of_blocks[index] for index in range(len(self.blocks))]
         return torch.cat(in_order, dim=-1), f
 
-    # --- parts that fit into memory, found as accelerate finds batch sizes ------------
+    # --- parts that fit into memory ---------------------------------------------------
 
     @property
     def _rows_at_once(self) -> int:
@@ -425,11 +419,11 @@ class Recorder:
         model normalises a batch.
 
         `evaluate` takes a part, and its place in the batch; what it returns has their
+        `evaluate` takes a part, and its place in the batch; what it returns has their
         logits `f_mu`. `n_outputs` vectors are back-propagated at once. A text of whose
         tokens many have logits is evaluated again and again, for some of them each
         time. Where labels tell `n_examples`, inputs with another number of rows stay
-        undivided. Parts that do not fit into memory are halved; a
-        `torch.OutOfMemoryError` says what to do where one example does not fit.
+        undivided.
         """
         model = self.model
         n_rows = number_of_rows(batch)
@@ -439,7 +433,7 @@ class Recorder:
             n_rows is None
             or n_examples not in (None, n_rows)
             or is_empty
-            or model.is_divisible is False  # an earlier batch has shown it
+            or self.layouts.is_divisible is False  # an earlier batch has shown it
         ):
             return [evaluate(batch, slice(None))]
         rows_of_example = n_outputs * (number_of_tokens(batch) or 1)
@@ -459,94 +453,27 @@ class Recorder:
             some = _labelled_in_turn(model, part, logits_at_once)
             return [evaluate(each, place) for each in some]
 
+        n_parts = math.ceil(n_rows / max(1, at_most))
+        size = math.ceil(n_rows / n_parts)  # all are about as large
+        if size == n_rows:  # one part is the whole batch, and can't differ from it
+            return of_part(batch, slice(0, n_rows))
         results: list[Any] = []
-        for place, found in self._evaluate(
-            "prediction", batch, n_rows, rows_of_example, max(1, at_most), of_part
-        ):
-            results += found
-            # One part is the whole batch, and can't differ from it.
-            if place == slice(0, n_rows):
-                return results
+        for first in range(0, n_rows, size):
+            place = slice(first, min(first + size, n_rows))
+            found = of_part(part_of(batch, place, n_rows), place)
             n_logits = place.stop - place.start
             if owners is not None:
                 is_in_part = (owners >= place.start) & (owners < place.stop)
                 n_logits = int(is_in_part.sum())
             if sum(len(result.f_mu) for result in found) != n_logits:
                 return [evaluate(batch, slice(None))]
-        f_mu = torch.cat([result.f_mu for result in results])
-        if not model.divides(batch, lambda _: f_mu):
-            return [evaluate(batch, slice(None))]
-        return results
-
-    def learn(
-        self, batch: Any, n_examples: int, evaluate: Callable[[Any, slice], Any]
-    ) -> None:
-        """Learn from a batch with `n_examples` labels, in parts that fit into memory.
-
-        `evaluate` takes a part, and its place in the batch. Errors are those of
-        `predict`. One whose examples' logits depend on each other has no parts: what
-        was learnt is of no use then.
-        """
-        if number_of_rows(batch) != n_examples:
-            evaluate(batch, slice(None))
-            return
-        n_tokens = number_of_tokens(batch) or 1
-        parts = list(
-            self._evaluate("fit", batch, n_examples, n_tokens, n_examples, evaluate)
-        )
-
-        def alone(whole: Tensor) -> Tensor:
-            logits = torch.full_like(whole, torch.nan)
-            for _, inputs, own in self._examples(batch, whole):
-                logits[own] = self.model.summary(inputs)
-            return logits
-
-        # Asked only where it matters: the answer takes further passes, once.
-        if len(parts) > 1 and not self.model.divides(batch, alone):
-            raise torch.OutOfMemoryError(
-                f"The batch does not fit into the memory of {self.model.device}, and "
-                "its examples' logits depend on each other: pass smaller batches."
-            )
-
-    def _evaluate(
-        self,
-        kind: str,
-        batch: Any,
-        n_examples: int,
-        rows_of_example: int,
-        at_most: int,
-        evaluate: Callable[[Any, slice], Any],
-    ) -> Iterator[tuple[slice, Any]]:
-        """Evaluate a batch in parts of `at_most` examples, or fewer if these don't fit.
-
-        Where one does not fit, its vectors go one by one.
-        """
-        first = 0
-        while first < n_examples:
-            n_that_fit = max(1, self._most_rows[kind] // rows_of_example)
-            n_parts = math.ceil((n_examples - first) / min(at_most, n_that_fit))
-            size = math.ceil((n_examples - first) / n_parts)  # all are about as large
-            place = slice(first, first + size)
-            part = batch if size == n_examples else part_of(batch, place, n_examples)
-            try:
-                result = evaluate(part, place)
-            except RuntimeError as error:
-                if not should_reduce_batch_size(error):
-                    raise
-                # Ranks that share a model must make the same passes.
-                is_smallest = size == 1 and self.layouts.seeds_at_most == 1
-                if is_smallest or is_shared(self.model):
-                    raise _too_large(self.model, part, size, error) from error
-            else:
-                yield place, result
-                first = place.stop
-                continue
-            # Only here, where the error has gone, does nothing hold what did not fit.
-            clear_device_cache(garbage_collection=True)
-            if size == 1:
-                self.layouts.seeds_at_most = 1
-            else:
-                self._most_rows[kind] = size // 2 * rows_of_example
+            results += found
+        if self.layouts.is_divisible is None:  # the first batch in parts tells
+            f_mu = torch.cat([result.f_mu for result in results])
+            with model.forward_passes():
+                whole = model(batch)
+            self.layouts.is_divisible = model.agree(whole, f_mu.to(whole))
+        return results if self.layouts.is_divisible else [evaluate(batch, slice(None))]
 
 
 def _labelled_in_turn(model: LogitsModel, batch: Any, n_rows: int) -> Iterator[Any]:
@@ -568,17 +495,3 @@ def _labelled_in_turn(model: LogitsModel, batch: Any, n_rows: int) -> Iterator[A
         of_some = torch.full_like(labels, IGNORED)
         of_some[0, some] = labels[0, some]
         yield {**X, model.dict_key_y: of_some}
-
-
-def _too_large(
-    model: LogitsModel, part: Any, size: int, error: RuntimeError
-) -> torch.OutOfMemoryError:
-    what = "One example" if size == 1 else f"A batch of {size} examples"
-    n_tokens = number_of_tokens(part)
-    of_length = "" if n_tokens is None else f" of {n_tokens} tokens"
-    return torch.OutOfMemoryError(
-        f"{what}{of_length} does not fit into the memory of {model.device}: cut texts "
-        "shorter, switch on gradient checkpointing (model.gradient_checkpointing_"
-        "enable), or load the base model in 4-bit (transformers.BitsAndBytesConfig). "
-        f"({error})"
-    )

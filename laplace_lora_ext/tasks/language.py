@@ -119,13 +119,6 @@ class TokensModel(LogitsModel):
         places = self.targets(batch) != IGNORED
         return read_in_parts(places, parts, logits, reading)
 
-    def summary(self, batch: Any) -> Tensor:
-        """Compute log-probabilities `(N, 1)` of the labels, in parts."""
-        own = self.targets(batch)
-        own = own[own != IGNORED]
-        none_drawn = torch.empty((0, len(own)), device=own.device)
-        return self.log_probs_of(batch, LabelsOfTokens(own, none_drawn))
-
     def split(self, batch: Any) -> tuple[Any, Tensor]:
         """Return the batch, and the tokens `(B, T)` that its logits predict."""
         return batch, self.targets(batch)
