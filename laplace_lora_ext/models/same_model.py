@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -186,8 +186,9 @@ class Standing:
     """Tells at little cost that a model is still the one that was compared last.
 
     `check_same` compares by names, and takes Python as long as a small text takes the
-    model. Here modules, settings of adapters, addresses of weights, and the first
-    numbers of each are compared: training moves all of them.
+    model. Here modules, settings of adapters, and addresses and versions of weights are
+    compared, and the first numbers of each weight, since writes to `weight.data` change
+    no version.
     """
 
     def __init__(self, model: LogitsModel, blocks: Sequence[Block]) -> None:
@@ -199,6 +200,8 @@ class Standing:
         places += [[b.module._parameters, b.parameter] for b in blocks]
         self._holders, self._names = zip(*places, strict=True)
         self._weights = self._present()
+        # Those of inference mode count no versions.
+        self._counting = [each for each in self._weights if not each.is_inference()]
         self._before = self._read()
         # The numbers of a device are read as one tensor.
         views: defaultdict[Any, list[Tensor]] = defaultdict(list)
@@ -231,7 +234,9 @@ class Standing:
             )
             for layer in self._layers
         ]
-        return [*settings, *map(Tensor.data_ptr, self._weights)]
+        addresses = map(Tensor.data_ptr, self._weights)
+        versions = map(attrgetter("_version"), self._counting)
+        return [*settings, *addresses, *versions]
 
 
 def standing_of(model: LogitsModel, blocks: Sequence[Block]) -> Standing | None:

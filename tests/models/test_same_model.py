@@ -109,6 +109,16 @@ def test_a_weight_that_has_changed_since_the_fit_is_named(structure, case):
         la.load_state_dict(state)
 
 
+def test_any_number_of_a_weight_that_changes_in_place_is_seen():
+    la = fitted()
+    batch = first_batch()
+    la(batch)
+    with torch.no_grad():
+        la.blocks[0].weight[-1, -1] += 1e-6
+    with pytest.raises(RuntimeError, match="have changed since the fit"):
+        la(batch)
+
+
 def scale(model: PeftModel) -> None:
     # Times the scaling of 2 that the adapter has: 6.
     query(model).set_scale("default", 3.0)
