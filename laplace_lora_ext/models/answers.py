@@ -45,8 +45,11 @@ class Answers:
     normalised: bool = False
     are_read = False
 
-    def __init__(self, transformer: PreTrainedModel | None) -> None:
+    def __init__(
+        self, transformer: PreTrainedModel | None, first_tokens: Sequence[int] = ()
+    ) -> None:
         self._transformer = transformer
+        self._first_tokens = first_tokens  # which the answers begin with
         self._decodes = (
             transformer is not None and transformer.config.is_encoder_decoder
         )
@@ -58,11 +61,27 @@ class Answers:
 
     def logits(self, inputs: Any, call: Call) -> Tensor:
         """Compute logits `(B, C)`."""
-        return logits_of(call(inputs))
+        logits, at_first = self._scores(inputs, call)
+        if self._first_tokens and self._weighed == []:
+            of_first, _ = divided(at_first.detach(), self._first_tokens)
+            self._weighed.append(of_first.exp().sum(-1))
+        return logits
 
     def log_probs(self, inputs: Any, call: Call) -> Tensor:
-        """Compute log-probabilities `(B, C + 1)` of `class_token_ids`, and all else."""
-        raise NotImplementedError
+        """Compute log-probabilities `(B, C + 1)` of `class_token_ids`, and all else.
+
+        All else are texts that begin with other tokens than any answer.
+        """
+        logits, at_first = self._scores(inputs, call)
+        of_first, of_others = divided(at_first, self._first_tokens)
+        of_any_answer = of_first.logsumexp(-1, keepdim=True)
+        log_p = in_full(logits).log_softmax(-1) + of_any_answer
+        return torch.cat([log_p, of_others], dim=1)
+
+    def _scores(self, inputs: Any, call: Call) -> tuple[Tensor, Tensor]:
+        """Compute logits `(B, C)`, and those `(B, V)` where answers begin."""
+        logits = logits_of(call(inputs))
+        return logits, logits
 
     @contextmanager
     def weighing(self) -> Iterator[list[Tensor]]:
@@ -76,12 +95,6 @@ class Answers:
             yield weighed
         finally:
             self._weighed = None
-
-    def _weigh(self, logits: Tensor, tokens: Sequence[int]) -> None:
-        """Note the probability of some tokens, given logits `(B, V)`, if asked to."""
-        if self._weighed is not None and not self._weighed:
-            of_answers, _ = divided(logits.detach(), tokens)
-            self._weighed.append(of_answers.exp().sum(-1))
 
 
 class AnswerTokens(Answers):
@@ -101,21 +114,11 @@ class AnswerTokens(Answers):
         transformer: PreTrainedModel | None,
         mask_token_id: int | None = None,
     ) -> None:
-        super().__init__(transformer)
-        self.class_token_ids = self._ids = class_token_ids
+        super().__init__(transformer, class_token_ids)
+        self.class_token_ids = class_token_ids
         self.mask_token_id = mask_token_id
 
-    def logits(self, inputs: Any, call: Call) -> Tensor:
-        of_vocabulary = self._of_vocabulary(inputs, call)
-        self._weigh(of_vocabulary, self._ids)
-        return of_vocabulary[:, self._ids]
-
-    def log_probs(self, inputs: Any, call: Call) -> Tensor:
-        of_vocabulary = self._of_vocabulary(inputs, call)
-        return torch.cat(divided(of_vocabulary, self._ids), dim=1)
-
-    def _of_vocabulary(self, inputs: Any, call: Call) -> Tensor:
-        """Compute the vocabulary's logits `(B, V)` where the answers are read."""
+    def _scores(self, inputs: Any, call: Call) -> tuple[Tensor, Tensor]:
         text_with_answer = inputs
         if self._decodes:
             assert self._transformer is not None
@@ -124,7 +127,8 @@ class AnswerTokens(Answers):
         index = self._position(inputs, text_with_answer)[:, None]
         n_positions = text_of(text_with_answer).shape[1]
         call_here = partial(call, inputs)
-        return logits_at(self._transformer, index, n_positions, call_here)[:, 0]
+        read = logits_at(self._transformer, index, n_positions, call_here)[:, 0]
+        return read[:, self._first_tokens], read
 
     def _position(self, inputs: Any, text_with_answer: Any) -> Tensor:
         """Find the position at which the answer is read, `(B,)`."""

@@ -20,7 +20,6 @@ from laplace_lora_ext.models.answers import (
     Call,
     decoder_start,
     decoder_text,
-    divided,
     first_places,
     in_full,
     last_real_position,
@@ -55,9 +54,12 @@ class Choices(Answers):
     are_read = True
 
     def __init__(
-        self, transformer: PreTrainedModel | None, normalised: bool = False
+        self,
+        transformer: PreTrainedModel | None,
+        normalised: bool = False,
+        first_tokens: Sequence[int] = (),
     ) -> None:
-        super().__init__(transformer)
+        super().__init__(transformer, first_tokens)
         self.normalised = normalised
 
     def rows(self, inputs: Any) -> Any:
@@ -69,15 +71,8 @@ class Choices(Answers):
             for key, value in flat.items()
         }
 
-    def logits(self, inputs: Any, call: Call) -> Tensor:
-        logits, _ = self._scores(inputs, call)
-        return logits
-
     def _scores(self, inputs: Any, call: Call) -> tuple[Tensor, Tensor]:
-        """Compute logits `(B, K)` of choices.
-
-        Also returns logits `(B, V)` where the first choice's first token is predicted.
-        """
+        """Compute logits `(B, K)`, and those where a text's first choice begins."""
         flat, targets, n_texts = self._rows(inputs)
         index, counts = first_places(targets != IGNORED)
         call_here = partial(call, flat)
@@ -147,24 +142,9 @@ class AnswerTexts(Choices):
         transformer: PreTrainedModel | None,
         normalised: bool = False,
     ) -> None:
-        super().__init__(transformer, normalised)
+        first_tokens = sorted({answer[0] for answer in class_token_ids})
+        super().__init__(transformer, normalised, first_tokens)
         self.class_token_ids = self._answers = class_token_ids
-        self._first_tokens = sorted({answer[0] for answer in class_token_ids})
-
-    def logits(self, inputs: Any, call: Call) -> Tensor:
-        logits, at_first = self._scores(inputs, call)
-        self._weigh(at_first, self._first_tokens)
-        return logits
-
-    def log_probs(self, inputs: Any, call: Call) -> Tensor:
-        """Compute log-probabilities `(B, C + 1)` of the answers, and of all else.
-
-        All else are texts that begin with other tokens than any answer.
-        """
-        logits, at_first = self._scores(inputs, call)
-        of_first, of_others = divided(at_first, self._first_tokens)
-        of_any_answer = of_first.logsumexp(-1, keepdim=True)
-        return torch.cat([logits.log_softmax(-1) + of_any_answer, of_others], dim=1)
 
     def _rows(self, inputs: Any) -> _Rows:
         return super()._rows(self._as_choices(inputs))

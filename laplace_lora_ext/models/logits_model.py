@@ -174,15 +174,12 @@ class LogitsModel(nn.Module):
         X, y = self.split_if_labelled(batch)
         if y is not None:
             return X, y
+        given: Any = type(X).__name__
         if isinstance(X, Mapping):
             given = sorted(str(key) for key, value in X.items() if value is not None)
-            raise ValueError(
-                f"No labels {self.dict_key_y!r} in the batch, which has only {given}: "
-                "pass the key of the labels as dict_key_y."
-            )
-        raise TypeError(
-            "A batch to learn from must be a mapping with labels or a pair (X, y), not "
-            f"{type(X).__name__} without labels."
+        raise ValueError(
+            f"No labels {self.dict_key_y!r} in the batch, which has only {given}: pass "
+            "the key of the labels as dict_key_y, or pairs (X, y)."
         )
 
     def split_if_labelled(self, batch: Any) -> tuple[Any, Tensor | None]:

@@ -69,9 +69,9 @@ def find_blocks(
     parameters, with a block for each expert in these, and PEFT's trainable tokens.
 
     A `ValueError` if there is no such layer, if the adapter is merged, disabled or not
-    the only active one, or if a name or an index of a selection matches nothing. A
+    the only active one, or if a selection matches nothing. A
     `NotImplementedError` if layers have no parameters of their own for weights, if a
-    head is not linear or too large, and for LoRA of `nn.MultiheadAttention`, FSDP1,
+    head is not linear, and for LoRA of `nn.MultiheadAttention`, FSDP1,
     DeepSpeed ZeRO-3 and tensor parallelism.
     """
     adapter = active_adapter(model)
@@ -111,7 +111,14 @@ def active_adapter(model: nn.Module) -> str:
     """Return the one adapter that runs in passes; errors are those of `find_blocks`."""
     _check_reachable(model)
     layers = adapter_layers(model)
-    _check_any(model, layers)
+    if not layers:
+        configs = getattr(model, "peft_config", {}).values()
+        # An enumeration's members print with their class.
+        kinds = listed([c.peft_type.value for c in configs]) or "no adapter"
+        raise ValueError(
+            f"No LoRA layer in the model (found {kinds}). Add one, or load one not "
+            "merged. Of some other adapters peft.save_as_lora makes LoRA."
+        )
     idle = find_idle(layers)
     if idle is not None:
         raise ValueError(idle)
@@ -119,12 +126,10 @@ def active_adapter(model: nn.Module) -> str:
     for layer in layers.values():
         # An adapter may be active in layers where it has no weights.
         active |= set(layer.active_adapters) & _adapters_of(layer)
-    if not active:
-        raise ValueError("No adapter is active: call model.set_adapter(name).")
-    if len(active) > 1:
-        names = ", ".join(sorted(active))
+    if len(active) != 1:
         raise ValueError(
-            f"Several adapters are active ({names}): call model.set_adapter(name)."
+            f"One adapter must be active, and not {listed(sorted(active)) or 'none'}: "
+            "call model.set_adapter(name)."
         )
     return active.pop()
 
@@ -163,7 +168,8 @@ def _matrices(name: str, layer: BaseTunerLayer, adapter: str) -> Iterator[Block]
                 name=weight_name + suffix,
                 adapter=adapter,
                 module=module,
-                small_output=_has_small_output(part, *shape),
+                small_output=part.endswith("_A")
+                or (not part.endswith("_B") and shape[0] <= shape[1]),
                 rows=rows,
                 owner=layer,
                 parameter=parameter,
@@ -205,15 +211,6 @@ def _views(
         yield "", View((m, weight.numel() // m))
 
 
-def _has_small_output(part: str, m: int, n: int) -> bool:
-    """Tell whether the output side is the small one, such as the rank."""
-    if part in ("lora_A", "lora_embedding_A"):
-        return True
-    if part in ("lora_B", "lora_embedding_B"):
-        return False
-    return m <= n
-
-
 def check_known_to_host(blocks: Sequence[Block]) -> None:
     """Refuse what curvlinops can't see, and DoRA.
 
@@ -247,12 +244,12 @@ def is_untrained(blocks: Sequence[Block]) -> bool:
 def looks_trained(model: nn.Module, blocks: Sequence[Block]) -> bool:
     """Tell whether an adapter whose `lora_B` starts at 0 is not there any more."""
     adapter = blocks[0].adapter
-    for module in model.modules():
-        config = getattr(module, "peft_config", {}).get(adapter)
-        # Others start anywhere: orthogonal, OLoRA, PiSSA, MiCA and so on.
-        if getattr(config, "init_lora_weights", True) not in _START_AT_ZERO:
-            return False
-    return not is_untrained(blocks)
+    configs = [getattr(m, "peft_config", {}).get(adapter) for m in model.modules()]
+    # Others start anywhere: orthogonal, OLoRA, PiSSA, MiCA and so on.
+    starts_at_zero = all(
+        getattr(each, "init_lora_weights", True) in _START_AT_ZERO for each in configs
+    )
+    return starts_at_zero and not is_untrained(blocks)
 
 
 def find_idle(layers: Layers) -> str | None:
@@ -297,18 +294,6 @@ def _check_reachable(model: nn.Module) -> None:
         raise NotImplementedError(
             "PEFT's gradients for LoRA of nn.MultiheadAttention are not those of its "
             f"outputs: {listed(attentions)}. Adapt other layers."
-        )
-
-
-def _check_any(model: nn.Module, layers: Layers) -> None:
-    """Refuse a model without LoRA layers, and name the adapters that it has instead."""
-    if not layers:
-        configs = getattr(model, "peft_config", {}).values()
-        # An enumeration's members print with their class.
-        kinds = listed([c.peft_type.value for c in configs]) or "no adapter"
-        raise ValueError(
-            f"No LoRA layer in the model (found {kinds}). Add one, or load one not "
-            "merged. Of some other adapters peft.save_as_lora makes LoRA."
         )
 
 

@@ -78,12 +78,10 @@ def logits_and_hidden_states(
         for layer in layers:
             hooks.callback(layer.register_forward_hook(note).remove)
         logits = model(batch)
-    by_place = model.in_places(logits, batch)
+    # `(B, C)`, or of tokens `(B, T, C)`, nan where no row of logits is.
+    by_text = model.in_places(logits, batch)
     for call in calls:
-        if by_place.ndim == 3:
-            hidden = _hidden_states_of_tokens(call, by_place)
-        else:
-            hidden = _hidden_states(call, logits, output_layer is not None)
+        hidden = _hidden_states(call, logits, by_text, output_layer is not None)
         if hidden is not None:
             tree.read_by = [call.layer]
             return logits, hidden
@@ -100,10 +98,10 @@ def _output_layer(model: LogitsModel) -> nn.Module | None:
 
 
 def _hidden_states(
-    call: _LayerCall, logits: Tensor, is_output_layer: bool
+    call: _LayerCall, logits: Tensor, by_text: Tensor, is_output_layer: bool
 ) -> Tensor | None:
-    """Return the inputs of a layer if it made the logits `(B, C)`, else None."""
-    n_examples, n_outputs = logits.shape
+    """Return the inputs of a layer if it made the logits, else None."""
+    n_examples = len(by_text)
     rows = call.output.shape[:-1]
     if call.inputs.shape[:-1] != rows or not rows or rows[0] % n_examples:
         return None
@@ -113,32 +111,19 @@ def _hidden_states(
         # predicted. The model may cap or scale what it returned.
         at_first = call.inputs[:, 0].unflatten(0, (n_examples, -1))
         return at_first.mean(1).to(logits)
-    if rows[0] != n_examples:
+    if rows[0] != n_examples or call.output.shape[-1] != logits.shape[-1]:
         return None
     given = call.inputs.reshape(n_examples, -1, call.inputs.shape[-1])
-    made = call.output.reshape(n_examples, -1, call.output.shape[-1])
-    if made.shape[-1] != n_outputs:
-        return None
-    is_made = (made.to(logits) == logits[:, None]).all(-1)
+    made = call.output.reshape(n_examples, -1, logits.shape[-1]).to(logits)
+    if by_text.ndim == 3:
+        places = ~by_text.isnan().any(-1)
+        is_made = made.shape == by_text.shape and torch.equal(made[places], logits)
+        return given[places.to(given.device)].to(logits) if is_made else None
+    is_made = (made == logits[:, None]).all(-1)
     if not is_made.any(1).all():
         return None
-    first_made = is_made.int().argmax(1).to(given.device)
-    place = first_made[:, None, None]
+    place = is_made.int().argmax(1)[:, None, None].to(given.device)
     return given.take_along_dim(place, dim=1)[:, 0].to(logits)
-
-
-def _hidden_states_of_tokens(call: _LayerCall, by_place: Tensor) -> Tensor | None:
-    """Return the inputs of a layer if it made tokens' logits, else None.
-
-    The logits are `(B, T, C)`, nan where no row of logits is.
-    """
-    if call.output.shape != by_place.shape or call.inputs.ndim != by_place.ndim:
-        return None
-    is_read = ~by_place.isnan().any(-1)
-    logits = by_place[is_read]
-    if not torch.equal(call.output.to(logits)[is_read], logits):
-        return None
-    return call.inputs.to(logits)[is_read]
 
 
 # --- a few rows at a time -------------------------------------------------------------

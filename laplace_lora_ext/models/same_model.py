@@ -83,11 +83,11 @@ class ModelState:
     def of(cls, model: LogitsModel, blocks: Sequence[Block]) -> ModelState:
         """Describe a model as it is now."""
         adapter = blocks[0].adapter
-        scalings: dict[str, float] = {}
-        for name, layer in adapter_layers(model.model).items():
-            scaling = getattr(layer, "scaling", {}).get(adapter)
-            if scaling is not None:
-                scalings[name] = float(scaling)
+        scalings = {
+            name: float(layer.scaling[adapter])
+            for name, layer in adapter_layers(model.model).items()
+            if adapter in getattr(layer, "scaling", {})
+        }
         of_blocks = {
             block.known_as: (list(block.shape), scalings.get(block.rows.site))
             for block in blocks

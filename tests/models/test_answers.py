@@ -20,7 +20,6 @@ from tests.support.models import (
     VOCABULARY,
     OfBatches,
     built,
-    llama_with_output_layer,
     lora_model,
     ragged_batches,
 )
@@ -58,14 +57,6 @@ def alone(model: nn.Module, batch: Mapping, **more: Any) -> Tensor:
 
 
 # Families of models are in `tests/end_to_end/test_compatibility.py`.
-@sides
-def test_an_adapter_in_the_output_layer_takes_part(side):
-    model = llama_with_output_layer().eval()
-    (batch,) = ragged_batches(batch_size=8, padding_side=side, padded_to=9)
-    found = LogitsModel(model, CLASS_TOKEN_IDS)(batch)
-    assert_close(found, alone(model, batch), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float64, torch.uint8])
 def test_a_mask_may_be_of_any_dtype(of_answers, eight_texts, dtype):
     expected = of_answers(eight_texts)

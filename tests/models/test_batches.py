@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.testing import assert_close
 from transformers import BatchEncoding
 
 from laplace_lora_ext.models.batches import (
@@ -95,7 +94,7 @@ def test_labels_that_are_none_are_not_asked_for_by_predictions_alone(batch):
         with pytest.raises(ValueError, match=r"batch 1: No labels"):
             la.fit([batch, unlabelled])
     assert (la.predict_proba(none) == expected).all()
-    with pytest.raises(TypeError, match="without labels"):
+    with pytest.raises(ValueError, match=r"No labels .*only Tensor"):
         la.model.split((batch["input_ids"], None))
 
 
@@ -272,9 +271,6 @@ def test_three_tenths_of_the_words_are_swapped_for_words_of_the_texts(padding_si
     # One in forty drawn tokens is the same as before.
     assert 0.27 < n_changed.sum() / n_words.sum() <= 0.3
     assert torch.isin(copy[is_changed], ids[is_word]).all()
-    # Of places behind the prompt that all texts have.
-    if padding_side == "right":
-        assert is_changed[:, 4:7].any(0).all()
     assert torch.equal(swapped(0), copy)
     assert not torch.equal(swapped(1), copy)
 
@@ -282,16 +278,14 @@ def test_three_tenths_of_the_words_are_swapped_for_words_of_the_texts(padding_si
 def test_tokens_are_drawn_as_often_as_they_stand_in_texts():
     common, rare = 30, 40
     ids = torch.full((1000, 10), common)
-    ids[:100, 5:] = rare
+    ids[:100, 5:] = rare  # one in twenty
     # No two texts begin alike: there is no prompt.
     ids[:, 0] = torch.arange(100, 1100)
     batch = {"input_ids": ids}
     copy = Swapping([batch], None, generator())(batch)["input_ids"]
     assert not torch.equal(copy, ids)
-    # About 3,000 tokens are drawn, one in twenty of them rare: chance moves the share
-    # by a thousandth.
-    before, after = (ids == rare).double().mean(), (copy == rare).double().mean()
-    assert_close(after, before, rtol=0, atol=0.01)
+    # About 3,000 tokens are drawn: chance moves the share by a thousandth.
+    assert 0.04 < (copy == rare).double().mean() < 0.06
     # Texts of a prompt alone stay.
     prompts = {"input_ids": torch.tensor([PROMPT, PROMPT])}
     copy = Swapping([prompts], None, generator())(prompts)["input_ids"]

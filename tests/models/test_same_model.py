@@ -234,8 +234,10 @@ def test_what_a_head_replaces_is_no_part_of_the_model():
 
 
 # In the posterior's layers, or not.
-@pytest.mark.parametrize("target", ["query", "intermediate.dense"])
-@pytest.mark.parametrize("active", [["other"], ["default", "other"]], ids=str)
+@pytest.mark.parametrize(
+    ("target", "active"),
+    [("query", ["other"]), ("intermediate.dense", ["default", "other"])],
+)
 def test_a_posterior_runs_its_own_adapter_whichever_is_active(target, active):
     la, alone = fitted(), fitted()
     batches = ragged_batches()
@@ -283,28 +285,6 @@ def test_a_state_is_loaded_under_another_precision_of_the_base():
     embeddings.word_embeddings.weight.data.add_(0.1)
     with pytest.raises(ValueError, match="word_embeddings"):
         other.load_state_dict(la.state_dict())
-
-
-def test_a_base_with_weights_that_are_subnormal_in_float16_is_the_same_there(tmp_path):
-    """Numbers there are 6e-8 apart, so that rounding moves small ones much."""
-    model = lora_model("bert", torch.float32)
-    embeddings = bert_of(model).embeddings
-    small = torch.tensor([5.1e-7, -8.7e-8, 2e-8])
-    embeddings.word_embeddings.weight.data[0, :3] = small
-    la = fitted(model=model)
-    la.save_pretrained(tmp_path)
-    # First a part of the model, then all of it.
-    for served in (embeddings, model):
-        served.half()
-        loaded = from_pretrained(model, tmp_path)
-        assert loaded.n_data == la.n_data
-        la.check_model()
-    # Two of float16's steps there: more than rounding.
-    embeddings.word_embeddings.weight.data[0, 0] += 1.2e-7
-    with pytest.raises(RuntimeError, match=r"word_embeddings\.weight differs"):
-        la.check_model()
-    with pytest.raises(ValueError, match=r"word_embeddings\.weight differs"):
-        from_pretrained(model, tmp_path)
 
 
 def test_a_state_of_other_layers_or_answers_is_not_loaded():

@@ -14,8 +14,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 
 from laplace_lora_ext.predictive.data_sets import over_loader
@@ -241,16 +239,9 @@ def seeded() -> torch.Generator:
 ALL = list(range(20))
 # Of twenty examples: options of a loader, and how many of which it gives.
 GIVING = {
-    "all": ({}, 20, ALL),
     "all, shuffled": ({"shuffle": True}, 20, ALL),
     "no last batch": ({"batch_size": 3, "drop_last": True}, 18, ALL[:18]),
-    "a subset": ({"sampler": SubsetRandomSampler([4, 0])}, 2, [0, 4]),
     "some at random": ({"sampler": RandomSampler(ALL, num_samples=7)}, 7, ALL),
-    "with weights": (
-        {"sampler": WeightedRandomSampler([0.0] * 17 + [1.0] * 3, 40)},
-        3,
-        [17, 18, 19],
-    ),
     "with a generator": (
         {"sampler": RandomSampler(ALL, num_samples=7, generator=seeded())},
         7,
@@ -258,7 +249,6 @@ GIVING = {
     ),
     "one's own": ({"sampler": Own()}, 2, [1, 3]),
     "one's own, with a generator": ({"sampler": Drawing()}, 3, list(Drawing())),
-    "batches": ({"batch_size": 1, "batch_sampler": [[2, 0], [1]]}, 3, [0, 1, 2]),
     "batches after the first": (
         {"batch_size": 1, "batch_sampler": SkipBatchSampler([[2, 0], [1]], 1)},
         1,
