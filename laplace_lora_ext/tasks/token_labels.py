@@ -78,7 +78,7 @@ class TokenLabelsModel(LogitsModel):
         inputs = self._inputs(self.unlabelled(batch))
         _check_any(places)
         by_place = logits_of(self._call(inputs))
-        if by_place.ndim != 3 or by_place.shape[:2] != places.shape:
+        if by_place.shape[:2] != places.shape:
             raise ValueError(
                 'The likelihood "token_classification" needs logits of shape (texts, '
                 f"tokens, classes), but the model returns {tuple(by_place.shape)} "

@@ -253,11 +253,12 @@ def test_one_output_takes_targets_with_and_without_a_column(shape):
     assert_close(loss, (f - y.view(4, 1)).square().sum() / 2, **EXACT)
 
 
-TWO_LOGITS = torch.tensor([[2.0, -1.0, 0.5], [0.0, 1.0, 0.0]])
+# With sums of 1, as probabilities have.
+TWO_LOGITS = torch.tensor([[2.0, -1.0, 0.0], [0.0, 1.0, 0.0]])
 TWO_CLASSES = torch.tensor([0, 2])
 
 
-@pytest.mark.parametrize("logits", [TWO_LOGITS, TWO_LOGITS.log_softmax(-1)])
+@pytest.mark.parametrize("logits", [TWO_LOGITS, 2 * TWO_LOGITS.abs()])
 def test_logits_are_not_taken_for_probabilities(logits):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -267,6 +268,6 @@ def test_logits_are_not_taken_for_probabilities(logits):
 # In bfloat16 probabilities don't add up to 1 exactly.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_probabilities_in_place_of_logits_are_warned_of(dtype):
-    probabilities = TWO_LOGITS.to(dtype).softmax(-1)
+    probabilities = TWO_LOGITS.to(dtype).softmax(-1).float()
     with pytest.warns(UserWarning, match="look like probabilities"):
         Classification().check_targets(TWO_CLASSES, probabilities)

@@ -326,6 +326,7 @@ def fit_labels_of_texts():
         ),
         (lambda: make(token_classifier()).fit(batches()), TOKENS),
         (lambda: make(token_classifier(), "kron", TOKENS), "hessian_structure"),
+        (lambda: fitted(class_token_ids=[1, 2]), "leave out class_token_ids"),
     ],
 )
 def test_another_likelihoods_data_or_models_are_told_which_it_is(attempt, message):
