@@ -89,10 +89,8 @@ def _repeated(token: int, length: int = 1) -> Tensor:
     return torch.full((1, length), token)
 
 
-def together(
-    examples: Sequence[Example], side: str, length: int | None = None
-) -> Example:
-    """Make a batch of texts, padded on a side to a length."""
+def together(examples: Sequence[Example], side: str) -> Example:
+    """Make a batch of texts, padded on a side."""
 
     def padded(part: Tensor) -> Tensor:
         n_padded = length - part.shape[1]
@@ -109,7 +107,7 @@ def together(
             # Texts that are classes, alike in all examples.
             batch[key] = parts[0]
         else:
-            length = length or max(part.shape[1] for part in parts)
+            length = max(part.shape[1] for part in parts)
             batch[key] = torch.cat([padded(part) for part in parts])
             masks = [padded(torch.ones_like(part)) for part in parts]
             batch["attention_mask"] = torch.cat(masks)

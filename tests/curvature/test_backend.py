@@ -12,6 +12,7 @@ from laplace_lora_ext.curvature.backend import PAPER_SETTINGS, LowRankKronGGN
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.passes.recorder import Recorder
+from tests.support.cases import rows_of
 from tests.support.dense import curvature_of
 from tests.support.models import lora_model, plain_model, ragged_batches
 from tests.support.posteriors import make
@@ -67,13 +68,7 @@ def test_draws_are_the_same_whatever_the_batch_and_in_parts(likelihood, tmp_path
     options = {"likelihood": likelihood, "backend_kwargs": {"rank": 200}}
     of_all, of_each = (make(model, **options) for _ in range(2))
     of_all.fit(batches)
-    of_each.fit(
-        [
-            {key: value[row : row + 1] for key, value in batch.items()}
-            for batch in batches
-            for row in range(len(batch["labels"]))
-        ]
-    )
+    of_each.fit([row for batch in batches for row in rows_of(batch)])
     assert_close(of_each.H.to_matrix(), of_all.H.to_matrix(), rtol=1e-8, atol=1e-10)
     in_parts = make(model, **options)
     # What is drawn depends on how many examples came before, which files tell.

@@ -19,28 +19,42 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from tests.support.models import ragged_batches
 
 
-def on_ranks(
-    job: Callable[..., Any], world: int, *arguments: Any, time_limit: float = 60
-) -> list[Any]:
-    """Run `job(rank, *arguments)` on ranks; return results or errors.
+def on_ranks(job: Callable[[int], Any], world: int) -> list[Any]:
+    """Run `job(rank)` on ranks; return results or errors.
 
-    No rank waits longer for another than the limit, in seconds. The processes are
-    forked, which spares them the imports.
+    No rank waits longer than a minute for another. The processes are forked, which
+    spares them the imports.
     """
     context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        processes = []
-        # All are begun before any is waited for: each waits for the others.
-        for rank in range(world):
-            process = context.Process(
-                target=_run,
-                args=(job, rank, world, Path(folder), time_limit, arguments),
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+
+        def run(rank: int) -> None:
+            # Several processes with threads of all cores each would only hinder one
+            # another.
+            torch.set_num_threads(1)
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder / 'meeting'}",
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=60),
             )
+            try:
+                result: Any = job(rank)
+            except Exception as error:
+                # A result as any other, which the test looks at.
+                result = error
+            torch.save(result, folder / f"{rank}.pt")
+
+        ranks = range(world)
+        processes = [context.Process(target=run, args=(rank,)) for rank in ranks]
+        # All are begun before any is waited for: each waits for the others.
+        for process in processes:
             process.start()
-            processes.append(process)
         for process in processes:
             process.join()
-        return [_result(Path(folder) / f"{rank}.pt") for rank in range(world)]
+        return [_result(folder / f"{rank}.pt") for rank in ranks]
 
 
 def assert_alike(results: Sequence[Any], expected: Any, **close: float) -> None:
@@ -55,31 +69,6 @@ def failures(results: Sequence[Any]) -> list[str]:
     """Find the messages of the ranks' errors; fail where a rank has none."""
     assert all(isinstance(result, Exception) for result in results), results
     return [str(result) for result in results]
-
-
-def _run(
-    job: Callable[..., Any],
-    rank: int,
-    world: int,
-    folder: Path,
-    time_limit: float,
-    arguments: Sequence[Any],
-) -> None:
-    # Several processes with threads of all cores each would only hinder one another.
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'meeting'}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=time_limit),
-    )
-    try:
-        result: Any = job(rank, *arguments)
-    except Exception as error:
-        # A result as any other, which the test looks at.
-        result = error
-    torch.save(result, folder / f"{rank}.pt")
 
 
 def _result(path: Path) -> Any:

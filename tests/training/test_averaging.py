@@ -179,7 +179,7 @@ def in_ranks(rank: int, folder: Path) -> tuple[Weights, Weights]:
 
 
 def test_ranks_with_the_same_model_have_the_same_mean(tmp_path):
-    (first, expected), (second, _) = on_ranks(in_ranks, 2, tmp_path)
+    (first, expected), (second, _) = on_ranks(lambda rank: in_ranks(rank, tmp_path), 2)
     assert_equal(first, expected)
     assert_equal(second, expected)
 

@@ -573,7 +573,7 @@ def in_ranks(rank: int, folder: Path):
 
 
 def test_processes_train_and_choose_together(tmp_path):
-    first, second = on_ranks(in_ranks, 2, tmp_path)
+    first, second = on_ranks(lambda rank: in_ranks(rank, tmp_path), 2)
     assert_close(first[0], second[0])
     assert first[1:] == second[1:]
     assert first[1] == N
