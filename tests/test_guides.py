@@ -11,7 +11,7 @@ import laplace_lora_ext
 from tests.support.models import N_CLASSES, lora_model, ragged_batches
 from tests.support.pages import FENCE, PROMPTS, assert_probabilities, run, write_adapter
 from tests.support.posteriors import another_training
-from tests.support.tokens import token_classifier
+from tests.support.tasks import token_classifier
 from tests.support.trainers import trainer_of
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -126,9 +126,8 @@ def gradients_of_four(la) -> int:
     return len(BATCH["labels"]) * max(block.weight.numel() for block in la.blocks)
 
 
-def assert_no_product_of_two_large_sides(made: NewTensors) -> None:
-    assert made.operands
-    for shape in made.operands:
+def assert_no_matrix_of_two_large_sides(made: NewTensors) -> None:
+    for shape in made.shapes:
         assert sum(size in LARGE for size in shape) < 2, shape
 
 
@@ -139,12 +138,12 @@ def test_a_fit_takes_few_passes_and_makes_no_large_tensor(wide, at_once, monkeyp
     # As of sums that are larger.
     monkeypatch.setattr(accumulation, "_WAITING", 0)
     forwards = count_forward_passes(wide)
-    with NewTensors(wide.model.parameters()) as made:
+    with NewTensors() as made:
         wide.fit(TEXTS)
     assert len(forwards) == len(TEXTS)
     of_model = bare_loop(wide, N_CLASSES - 1)
     assert made.passes == len(TEXTS) * of_model.passes / at_once
-    assert_no_product_of_two_large_sides(made)
+    assert_no_matrix_of_two_large_sides(made)
 
     bytes_of_a_number = 4
     factors = sum(block.nbytes for block in wide.H_facs) // bytes_of_a_number
@@ -178,12 +177,12 @@ def test_a_prediction_takes_few_passes_and_makes_no_large_tensor(wide, monkeypat
     # As of long texts, whose Jacobians don't wait for those of other blocks.
     monkeypatch.setattr(decomposed, "_NUMBERS", 0)
     forwards = count_forward_passes(wide)
-    with NewTensors(wide.model.parameters()) as made:
+    with NewTensors() as made:
         wide(BATCH, link_approx="probit")
     assert len(forwards) == 1
     of_model = bare_loop(wide, N_CLASSES)
     assert made.passes <= of_model.passes
-    assert_no_product_of_two_large_sides(made)
+    assert_no_matrix_of_two_large_sides(made)
     # Of one class. All of them may stand beside each other.
     assert made.largest <= N_CLASSES * max(of_model.largest, gradients_of_four(wide))
 

@@ -93,7 +93,7 @@ def trainer_for(case: Case, folder: Path, **settings: Any) -> OfCase:
 
 
 @pytest.mark.parametrize(
-    "name", ["experts", "trainable tokens", "images", "rewards", "means of choices"]
+    "name", ["experts", "trainable tokens", "rewards", "means of choices"]
 )
 def test_stages_train_and_keep_every_matrix(name, tmp_path):
     case = BUILD[name]()

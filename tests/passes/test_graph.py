@@ -140,10 +140,10 @@ def needs_pairs(m: Two, x: Tensor) -> Tensor:
     return shared(3)(m, x)
 
 
-def routed(m: Two, x: Tensor, to_first: Tensor) -> Tensor:
+def routed(first: nn.Module, second: nn.Module, x: Tensor, to_first: Tensor) -> Tensor:
     """Positions go to one of two layers."""
     rows = x.new_zeros(*to_first.shape, 3)
-    for layer, chosen in ((m.first, to_first), (m.second, ~to_first)):
+    for layer, chosen in ((first, to_first), (second, ~to_first)):
         # As routers do, which do not call an expert that has nothing to do.
         if chosen.any():
             # Of the first layer's five outputs, too, as many as there are logits.
@@ -203,8 +203,9 @@ def checked(model: nn.Module, inputs: Sequence[Any]) -> Any:
     # So that the curvature is the same in any order of the rows.
     la = make(model, **full_rank())
     # One fit sees all sizes, since what was proved of a batch is used for the next.
-    la.fit([(X, torch.arange(len(model(X))) % 3) for X in inputs])
-    assert_exact(la, model, inputs)
+    batches = [(X, torch.arange(len(model(X))) % 3) for X in inputs]
+    la.fit(batches)
+    assert_exact(la, batches)
     return la
 
 
@@ -214,14 +215,11 @@ CASES = {run.__name__: (on_tokens(run), texts(*SIZES)) for run in LAYOUTS} | {
     "texts, shared rows": (on_tokens(shared(3)), texts((3, 3), (2, 5), (1, 3))),
     "examples that count for others": (contrast, numbers((4, 3), (3, 3))),
     "no example alone": (needs_pairs, numbers((4, 3), (3, 3))),
-    "routed": (lambda m, x: routed(m, x, x[..., 0] > 0), numbers((2, 4), (3, 4))),
-    # What the first batch does not show. Each text has as many odd tokens as any other,
-    # in order, and as many as there are texts;
-    "routed texts": (
-        lambda m, ids: routed(m, m.embed(ids), ids % 2 == 1),
-        [torch.tensor(x) for x in ([[1, 1], [2, 2]], [[1, 2], [2, 1]], [[2, 1]] * 2)],
+    "routed": (
+        lambda m, x: routed(m.first, m.second, x, x[..., 0] > 0),
+        numbers((2, 4), (3, 4)),
     ),
-    # no gradient comes to the first layer;
+    # What the first batch does not show: no gradient comes to the first layer;
     "gated": (gated, squares("gate", 0.0, 0.0, 1.0, 2.0)),
     # and `(T, B)` and `(B, T)` have the same rows.
     "one position": (
@@ -236,6 +234,25 @@ CASES = {run.__name__: (on_tokens(run), texts(*SIZES)) for run in LAYOUTS} | {
 def test_curvature_and_covariance_are_exact(case):
     run, inputs = CASES[case]
     checked(adapted(run), inputs)
+
+
+class OfExperts(nn.Module):
+    """Sends odd tokens to one expert, and even ones to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 5)
+        self.experts = nn.ModuleList(nn.Linear(5, 3) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return routed(*self.experts, self.embed(ids), ids % 2 == 1)
+
+
+def test_what_a_batch_shows_of_experts_says_nothing_of_the_next():
+    # A token of each text for each expert, in order; then both tokens of a text.
+    batches = [[1, 2], [2, 1]], [[1, 1], [2, 2]]
+    model = with_lora(OfExperts(), "experts.0", "experts.1")
+    checked(model, list(map(torch.tensor, batches)))
 
 
 def matrix(model: nn.Module, batches: Sequence[Any], kfac_approx: str) -> Tensor:

@@ -20,21 +20,20 @@ from torch.nn.functional import (
 from torch.testing import assert_close
 
 from tests.support.dense import (
-    EXACT,
     alone,
+    batch_logits,
+    bernoulli_fisher,
     curvature_of,
     evidence,
     exact_ggn,
     full_rank,
     glm_covariance,
-    jacobians,
     kronecker_block,
     labels_of,
     logits_of,
     predicted,
     softmax_fisher,
 )
-from tests.support.labels import bernoulli_fisher
 from tests.support.models import without_labels
 from tests.support.posteriors import make, priors_of_blocks
 
@@ -360,7 +359,7 @@ def assert_dense(la: Any, fit: Dense, H: Tensor, noise: float = 1.0) -> None:
     """
     case = fit.case
     tolerance = case.tolerance
-    assert la.n_data == len(case.examples())
+    assert la.n_data == sum(len(labels_of([batch])) for batch in case.batches)
     assert torch.equal(la.mean, fit.mean)
     assert_close(la.loss.double(), fit.loss, rtol=tolerance, atol=0)
     assert_near(curvature_of(la), H, tolerance)
@@ -375,24 +374,19 @@ def assert_dense(la: Any, fit: Dense, H: Tensor, noise: float = 1.0) -> None:
     assert_close(evidence, expected.evidence, rtol=tolerance, atol=0)
 
 
-def assert_exact(la: Any, model: nn.Module, inputs: Sequence[Any]) -> None:
-    """Compare curvature, means and covariances, at prior precision 1.
-
-    The inputs are those that it was fitted to; Jacobians are those of whole batches.
-    """
+def assert_exact(la: Any, pairs: list[Any]) -> None:
+    """Compare a posterior with Jacobians of whole batches, which know of no rows."""
+    model = la.model.model
     of_posterior = {id(block.weight) for block in la.blocks}
     names = [
         f".{name}"
         for name, each in model.named_parameters()
         if id(each) in of_posterior
     ]
-    case = Case(model, [], names=names)
-    weights = case.weights()
-    J = torch.cat([jacobians(model, X, weights) for X in inputs])
-    fit = case.dense(torch.cat([model(X) for X in inputs]).detach(), J)
+
+    def split(pair: Any) -> list[Any]:
+        return [pair[0]]
+
+    fit = dense(Case(model, pairs, split=split, logits_of=batch_logits, names=names))
     _, structure = la._key
-    H = fit.curvature(structure)
-    assert_close(curvature_of(la), H, **EXACT)
-    f_mu, f_var = predicted(la, inputs)
-    assert_close(f_mu, fit.logits, **EXACT)
-    assert_close(f_var, fit.posterior(H, torch.ones(1)).f_var, **EXACT)
+    assert_dense(la, fit, fit.curvature(structure))

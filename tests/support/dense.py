@@ -58,16 +58,8 @@ def _answers(output: Any, inputs: Any) -> Tensor:
     return logits[torch.arange(len(mask)), last][:, CLASS_TOKEN_IDS]
 
 
-def jacobians(
-    model: nn.Module, inputs: Any, weights: Mapping[str, Tensor] | None = None
-) -> Tensor:
-    """Differentiate the logits in weights by name, `(B, C, parameters)`.
-
-    Of all LoRA weights by default.
-    """
-    if weights is None:
-        parameters = model.named_parameters()
-        weights = {name: value for name, value in parameters if "lora_" in name}
+def jacobians(model: nn.Module, inputs: Any) -> Tensor:
+    """Differentiate the logits in all LoRA weights, `(B, C, parameters)`."""
     args, kwargs = (
         ((), dict(inputs)) if isinstance(inputs, Mapping) else ((inputs,), {})
     )
@@ -76,7 +68,8 @@ def jacobians(
         output = torch.func.functional_call(model, weights, args, kwargs)
         return _answers(output, inputs)
 
-    at = {name: weight.detach() for name, weight in weights.items()}
+    weights = model.named_parameters()
+    at = {name: weight.detach() for name, weight in weights if "lora_" in name}
     derivatives = torch.func.jacrev(logits_at)(at)
     return torch.cat([J.flatten(2) for J in derivatives.values()], dim=2)
 
@@ -101,6 +94,8 @@ def alone(
         rows = torch.atleast_2d(logits_of(model, example))
         if not len(rows):  # a text without a labelled token
             continue
+        if not rows.requires_grad:  # no layer has made them
+            rows = rows + 0 * weights[0].sum()
         of_weights = derivatives_of(rows.flatten(), weights)
         J = torch.cat([J.flatten(1) for J in of_weights], dim=1)
         Js.append(J.unflatten(0, rows.shape))
@@ -145,6 +140,13 @@ def softmax_fisher(logits: Tensor) -> Tensor:
     products = p[..., :, None] * p[..., None, :]
     covariances = products.masked_fill(itself, 0)
     return torch.diag_embed(variances) - covariances
+
+
+def bernoulli_fisher(logits: Tensor) -> Tensor:
+    """Compute `diag(p (1 - p))` of `(..., K)` logits in float64."""
+    f = logits.double()
+    # 1 - p cancels where p is near 1: the sigmoid of -f does not.
+    return torch.diag_embed(f.sigmoid() * torch.sigmoid(-f))
 
 
 def exact_ggn(Js: Tensor, H: Tensor) -> Tensor:

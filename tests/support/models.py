@@ -31,6 +31,13 @@ TARGET_MODULES = {
 }
 
 
+CLASSES = {
+    "bert": (BertConfig, BertForSequenceClassification),
+    "gpt2": (GPT2Config, GPT2LMHeadModel),
+    "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM),
+}
+
+
 def base_model(
     kind: str,
     n_labels: int = N_CLASSES,
@@ -38,37 +45,26 @@ def base_model(
     attention: str = "eager",
 ) -> nn.Module:
     """Initialise a two-layer model at random; only "bert" classifies."""
-    # Token 0 is padding as well, and in no text.
-    tokens = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
-    if kind == "gpt2":
-        config = GPT2Config(
-            n_embd=hidden_size,
-            n_layer=2,
-            n_head=2,
-            n_positions=64,
-            attn_implementation=attention,
-            **tokens,
-        )
-        return GPT2LMHeadModel(config)
-    sizes = {
-        "hidden_size": hidden_size,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        # Another size than the hidden one, so that no dimension passes for another.
-        "intermediate_size": 2 * hidden_size,
-        "max_position_embeddings": 64,
-    }
-    if kind == "bert":
-        config = BertConfig(
-            num_labels=n_labels, attn_implementation=attention, **sizes, **tokens
-        )
-        return BertForSequenceClassification(config)
+    make_config, make_model = CLASSES[kind]
     # Eager attention of newer GPT-NeoX gives NaN for padded rows in float64.
-    attention = "sdpa" if GPTNeoXForCausalLM._supports_sdpa else "eager"
-    config = GPTNeoXConfig(
-        rotary_pct=1.0, attn_implementation=attention, **sizes, **tokens
+    if kind == "gpt_neox" and make_model._supports_sdpa:
+        attention = "sdpa"
+    config = make_config(
+        vocab_size=VOCABULARY,
+        # Token 0 is padding as well, and in no text.
+        bos_token_id=0,
+        eos_token_id=0,
+        hidden_size=hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        # Another size than the hidden one, so that no dimension passes for another.
+        intermediate_size=2 * hidden_size,
+        max_position_embeddings=64,
+        num_labels=n_labels,
+        attn_implementation=attention,
+        **{"rotary_pct": 1.0} if kind == "gpt_neox" else {},
     )
-    return GPTNeoXForCausalLM(config)
+    return make_model(config)
 
 
 def built(name: str, **settings: Any) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What operations make: shapes of new tensors, and of what goes into products."""
+"""What operations make: shapes of new tensors."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,22 +8,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "mv", "dot"}
-
 
 class NewTensors(TorchDispatchMode):
     """Notes operations, and shapes of tensors that they make, views left out."""
 
-    def __init__(self, weights: Iterable[Tensor] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.shapes: set[torch.Size] = set()
         # Layer norms that were passed back through, and numbers in these: in
         # proportion to the passes, and to the vectors that pass back at once.
         self.passes = 0
         self.vectors = 0
-        # Shapes of products' operands, the model's weights left out.
-        self.operands: set[torch.Size] = set()
-        self._weights = _storages(weights)
 
     @property
     def largest(self) -> int:
@@ -32,15 +27,10 @@ class NewTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         results = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
         given = tensors_in((args, kwargs))
-        if name == "native_layer_norm_backward":
+        if func.overloadpacket.__name__ == "native_layer_norm_backward":
             self.passes += 1
             self.vectors += args[0].numel()
-        if name in PRODUCTS:
-            for operand in given:
-                if not _storages([operand]) & self._weights:
-                    self.operands.add(operand.shape)
         for tensor in tensors_in(results):
             if not _storages([tensor]) & _storages(given):
                 self.shapes.add(tensor.shape)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from laplace_lora_ext import LaplaceMixture
@@ -19,17 +19,17 @@ from tests.support.choices import (
     of_prompts,
     unpadded_choices,
 )
-from tests.support.labels import several_labels
 from tests.support.models import (
     CLASS_TOKEN_IDS,
+    N_CLASSES,
     Batch,
+    built,
     lora_model,
     ragged_batches,
     real_targets,
 )
-from tests.support.posteriors import make
+from tests.support.posteriors import generator, make
 from tests.support.texts import encoder_decoder
-from tests.support.tokens import IGNORED, labelled_batches, token_classifier
 
 
 def numbers() -> list[Batch]:
@@ -48,13 +48,58 @@ def preferences() -> list[Batch]:
     return [pairs]
 
 
+LABELS = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 1, 1], [1, 0, 0]])
+"""Three labels of each of four examples."""
+
+
 def texts_of_several_labels(n_labels: int = 3) -> list[Batch]:
     """Make texts with labels, 0 or 1."""
     batches = ragged_batches()
     for number, batch in enumerate(batches):
+        shape = (len(batch["input_ids"]), n_labels)
+        labels = torch.randint(0, 2, shape, generator=generator(4)).double()
         # Rolled, since each batch is given the same labels.
-        batch["labels"] = several_labels(batch, n_labels).roll(number, 0)
+        batch["labels"] = labels.roll(number, 0)
     return batches
+
+
+IGNORED = -100
+"""The label that transformers' own loss passes over."""
+
+
+def token_classifier(dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Make a classifier of tokens with an adapter that is not 0."""
+    base = built(
+        "BertForTokenClassification",
+        hidden_size=12,
+        num_hidden_layers=2,
+        attn_implementation="eager",
+    )
+    # With B at 0, as PEFT begins, the gradient of A would be 0 everywhere.
+    targets = ["query", "value"]
+    lora = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    return get_peft_model(base, lora).to(dtype).eval()
+
+
+def is_real(batch: Batch) -> Tensor:
+    """Tell tokens from padding, `(texts, tokens)`."""
+    return batch["attention_mask"].bool()
+
+
+def labelled_batches(batch_size: int = 3) -> list[Batch]:
+    """Make ragged texts of which some tokens are labelled, and one text has none."""
+    found = ragged_batches(batch_size=batch_size)
+    draws = generator(3)
+    for number, batch in enumerate(found):
+        shape = batch["input_ids"].shape
+        labels = torch.randint(0, N_CLASSES, shape, generator=draws)
+        # Few enough that texts have gaps, and many enough that most have labels.
+        is_drawn = torch.rand(shape, generator=draws) < 0.6
+        labels[~(is_drawn & is_real(batch))] = IGNORED
+        if number == 1:
+            labels[1] = IGNORED
+        batch["labels"] = labels
+    return found
 
 
 CLASSIFIER = partial(lora_model, "bert")

@@ -33,6 +33,7 @@ from tests.support.models import (
 )
 from tests.support.new_tensors import NewTensors
 from tests.support.posteriors import count_forward_passes, generator, make
+from tests.support.tasks import IGNORED
 from tests.support.texts import (
     LENGTHS,
     PROMPT,
@@ -43,7 +44,6 @@ from tests.support.texts import (
     text_batches,
     token_logits,
 )
-from tests.support.tokens import IGNORED
 
 # Of no factor more columns than the vocabulary has words.
 FULL_RANK = VOCABULARY

@@ -6,22 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_lora_ext.metrics import compare
 from laplace_lora_ext.plots import outcomes
 from laplace_lora_ext.tasks import TASKS
 from tests.support.dense import full_rank
-from tests.support.labels import LABELS, InTwoColumns, in_two_classes, several_labels
-from tests.support.models import (
-    Batch,
-    OfMapping,
-    lora_model,
-    ragged_batches,
-    without_labels,
-)
+from tests.support.models import Batch, OfMapping, lora_model, without_labels
 from tests.support.posteriors import generator, make
+from tests.support.tasks import LABELS
+from tests.support.tasks import texts_of_several_labels as batches
 
 MULTI_LABEL = "multi_label_classification"
 BERNOULLIS = TASKS[MULTI_LABEL]
@@ -33,20 +28,31 @@ N_LABELS = 3
 N_TEXTS = 8
 
 
-def batches(n_labels: int = N_LABELS, **ragged: Any) -> list[Batch]:
-    """Make ragged texts, whose labels are numbers 0 and 1."""
-    found = ragged_batches(**ragged)
-    for number, batch in enumerate(found):
-        labels = several_labels(batch, n_labels)
-        # Rolled, since each batch is given the same labels.
-        batch["labels"] = labels.roll(number, 0)
-    return found
-
-
 def some_texts(n_labels: int = N_LABELS) -> Batch:
     """Make the inputs of three texts."""
     first, *_ = batches(n_labels)
     return without_labels(first)
+
+
+class InTwoColumns(nn.Module):
+    """Makes rows `[0, f]` of each logit f, whose softmax is f's sigmoid."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> Tensor:
+        f = self.model(**batch).logits
+        rows = torch.stack([torch.zeros_like(f), f], dim=-1)
+        # Each label of each text is an example.
+        return rows.flatten(0, 1)
+
+
+def in_two_classes(batches: list[Batch]) -> list[tuple[Any, Tensor]]:
+    """Make pairs for `InTwoColumns`: each label of each text is an example."""
+    return [
+        (without_labels(batch), batch["labels"].long().flatten()) for batch in batches
+    ]
 
 
 def classifier(n_labels: int) -> nn.Module:

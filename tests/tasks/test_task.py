@@ -14,10 +14,10 @@ from laplace_lora_ext.tasks import TASKS
 from laplace_lora_ext.tasks.classification import Classification
 from laplace_lora_ext.tasks.regression import Regression
 from laplace_lora_ext.tasks.task import Draws, Seeds
-from tests.support.dense import EXACT, softmax_fisher
-from tests.support.labels import LABELS, bernoulli_fisher
+from tests.support.dense import EXACT, bernoulli_fisher, softmax_fisher
 from tests.support.models import real_targets
 from tests.support.posteriors import generator, normal
+from tests.support.tasks import LABELS
 
 MULTI_LABEL = "multi_label_classification"
 TOKENS = "token_classification"

@@ -24,9 +24,8 @@ from tests.support.models import (
     without_labels,
 )
 from tests.support.posteriors import generator, make
-from tests.support.tasks import TASKS
-from tests.support.tokens import IGNORED, is_real, token_classifier
-from tests.support.tokens import labelled_batches as batches
+from tests.support.tasks import IGNORED, TASKS, is_real, token_classifier
+from tests.support.tasks import labelled_batches as batches
 
 TOKENS = "token_classification"
 # A prior precision that leaves weights a standard deviation of 1e-7.
@@ -45,15 +44,10 @@ def texts_of(batch: Batch, rows: slice) -> Batch:
     return {key: value[rows] for key, value in batch.items()}
 
 
-def fitted(
-    kind: str = "bert",
-    structure: str = "lowrank_kron",
-    data: Any = None,
-    **keywords: Any,
-):
+def fitted(structure: str = "lowrank_kron", data: Any = None, **keywords: Any):
     """Fit a posterior at full rank and by exact seeds."""
     settings = full_rank(structure, stochastic=False) | keywords
-    la = make(token_classifier(kind), structure, TOKENS, **settings)
+    la = make(token_classifier(), structure, TOKENS, **settings)
     la.fit(batches() if data is None else data)
     return la
 
