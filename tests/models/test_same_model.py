@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from laplace_lora_ext import from_pretrained
 from laplace_lora_ext.models.lora_layers import adapter_layers
+from laplace_lora_ext.models.same_model import Weight
 from tests.support.models import (
     CLASS_TOKEN_IDS,
     TwoLinear,
@@ -169,6 +170,12 @@ def test_a_model_that_is_another_is_named_by_every_use(change, message, fits):
         # Nor would a new fit help.
         with pytest.raises(RuntimeError, match=message):
             la.fit(batches)
+
+
+def test_buffers_of_whole_numbers_are_compared():
+    count = Weight("torch.int64", [1], torch.ones(1).double())
+    assert count.equals(count)
+    assert not count.equals(count._replace(sample=2 * count.sample))
 
 
 def test_in_half_precision_the_least_change_is_one():
