@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,8 @@ from laplace_lora_ext.tasks.token_labels import (
 )
 
 
-class LabelsOfTokens(NamedTuple):
+@dataclass
+class LabelsOfTokens:
     """Labels of N tokens: those of the data, and S others that a model draws for each.
 
     Attributes
@@ -47,17 +49,23 @@ class LabelsOfTokens(NamedTuple):
 
     own: Tensor
     numbers: Tensor
+    _all: Tensor | None = None
 
-    def of(self, rows: Tensor) -> LabelsOfTokens:
+    def of(self, rows: Tensor | slice) -> LabelsOfTokens:
         """Select the labels of some tokens, `(N,)` booleans or an index."""
         return LabelsOfTokens(self.own[rows], self.numbers[:, rows])
 
-    def under(self, logits: Tensor) -> Tensor:
-        """Return the labels `(N, 1 + S)`, their own first, given logits `(N, V)`."""
-        own = self.own.to(logits.device)
-        check_labels(own, logits.shape[-1])
-        drawn = drawn_labels(logits.detach(), self.numbers)
-        return torch.cat([own[None], drawn]).T
+    def read(self, logits: Tensor) -> Tensor:
+        """Read log-probabilities `(N, 1 + S)` off logits `(N, V)`, their own first.
+
+        However often it is done, the labels are those that were drawn the first time.
+        """
+        if self._all is None:
+            own = self.own.to(logits.device)
+            check_labels(own, logits.shape[-1])
+            drawn = drawn_labels(logits.detach(), self.numbers)
+            self._all = torch.cat([own[None], drawn]).T
+        return logits.log_softmax(-1).gather(1, self._all)
 
 
 class TokensModel(LogitsModel):
@@ -107,14 +115,14 @@ class TokensModel(LogitsModel):
         """
         parts = self.parts(batch)
         if len(parts) == 1:
-            return _reading(labels)(self(batch))
+            return labels.read(self(batch))
         states = LastStates(self.transformer)
 
         def logits(part: Span) -> Tensor:
             return self(batch, part=part, states=states)
 
         def reading(rows: Tensor) -> Reading:
-            return _reading(labels.of(rows))
+            return labels.of(rows).read
 
         places = self.targets(batch) != IGNORED
         return read_in_parts(places, parts, logits, reading)
@@ -204,21 +212,6 @@ class TokensModel(LogitsModel):
         return Answers(transformer)
 
 
-def _reading(labels: LabelsOfTokens) -> Reading:
-    """Read log-probabilities `(N, 1 + S)` of labels off logits `(N, V)`.
-
-    However often it is done, the labels are those that were drawn the first time.
-    """
-    found: list[Tensor] = []
-
-    def read(logits: Tensor) -> Tensor:
-        if not found:
-            found.append(labels.under(logits))
-        return logits.log_softmax(-1).gather(1, found[0])
-
-    return read
-
-
 def _decoder_input_ids(transformer: PreTrainedModel, labels: Tensor) -> Tensor:
     """Make a decoder's inputs that predict labels `(B, T)`, as the model does."""
     prepare = getattr(transformer, "prepare_decoder_input_ids_from_labels", None)
@@ -265,8 +258,8 @@ class LanguageModeling(TokenClassification):
         labels = LabelsOfTokens(of_data, numbers(len(of_data)))
 
         def log_probs(batch: Any, own: Tensor | None) -> Tensor:
-            of_batch = labels if own is None else labels.of(own)
-            return model.log_probs_of(batch, of_batch)
+            rows = slice(None) if own is None else own
+            return model.log_probs_of(batch, labels.of(rows))
 
         def seeds_and_loss(outputs: Tensor) -> tuple[Seeds, Tensor]:
             n_tokens, n_labels = outputs.shape
