@@ -124,9 +124,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         def add(index: int, jacobian: Tensor) -> None:
             covariance.add(index, jacobian.flatten(0, 1)[None] if joint else jacobian)
 
-        f_mu = self.recorder.visit_jacobians(
-            part, add, directions, self.enable_backprop
-        )
+        f_mu = self.recorder.visit_jacobians(part, add, directions)
         f_var = covariance.total().to(f_mu.device)
         return f_mu, f_var[0] if joint else f_var
 

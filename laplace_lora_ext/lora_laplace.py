@@ -75,7 +75,6 @@ _SAVED = (
     "temperature",
     "logit_scale",
     "n_contrasts",
-    "enable_backprop",
     "metadata",
 )
 
@@ -142,7 +141,7 @@ class LoRALaplace(Posterior, Predictor):
         refused beside them
     **kwargs
         as for the host's class of the same structure: `prior_precision`, `prior_mean`,
-        `sigma_noise`, `temperature`, `enable_backprop`, `dict_key_x` and so on
+        `sigma_noise`, `temperature`, `dict_key_x` and so on
 
     Attributes
     ----------
@@ -248,6 +247,10 @@ class LoRALaplace(Posterior, Predictor):
             warn("Every lora_B weight is 0: the adapter looks untrained.")
         self.recorder = Recorder(self.model, self.blocks)
         self._fit: Fit | NoFit = NoFit(self.recorder.places)
+        if kwargs.get("enable_backprop"):
+            raise NotImplementedError(
+                "enable_backprop asks for gradients in inputs, and tokens have none."
+            )
         # These may have a number for each block, and the host counts whole parameters.
         priors = {name: kwargs.pop(name) for name in _PRIORS if name in kwargs}
         options = self.task.backend_kwargs(backend_kwargs or {})
@@ -825,7 +828,7 @@ class LoRALaplace(Posterior, Predictor):
         check_is_batch(X, "nn")
         check_counts(n_samples=n_samples)
         samples: list[Tensor] = []
-        with self.model.forward_passes(self.enable_backprop):
+        with self.model.forward_passes():
             self.check_model()
             for values in drawn_weights(self, n_samples, generator):
                 with replace_weights(self.blocks, values):

@@ -23,7 +23,6 @@ from tests.support.posteriors import (
     fitted,
     generator,
     make,
-    normal,
     plain_regression,
     priors_of_blocks,
     sizes,
@@ -91,45 +90,11 @@ def test_evidence_is_differentiable_in_the_noise():
     assert gradcheck(evidence, torch.tensor(0.7).double().requires_grad_())
 
 
-def test_backpropagation_to_the_inputs():
-    """For a user who optimises an input, `enable_backprop` as the host has it."""
-    la, X = plain_regression(structure="full")
-    la.enable_backprop = True
-    two_inputs = X[:2].requires_grad_()
-    assert gradcheck(lambda x: tuple(la(x)), two_inputs, atol=1e-6)
-
-
-def test_backpropagation_through_a_transformers_fused_attention():
-    """The gradient in embeddings against central differences."""
-    model = lora_model("bert", attention="sdpa").eval()
-    la = fitted(model=model)
-    la.enable_backprop = True
-    batch = first_batch()
-    embeddings = model.get_input_embeddings()(batch["input_ids"]).detach()
-    step = 1e-6 * normal(*embeddings.shape, seed=1)
-
-    def confidence(embeddings: Tensor) -> Tensor:
-        mask = batch["attention_mask"]
-        p = la({"inputs_embeds": embeddings, "attention_mask": mask})
-        return p.square().sum()
-
-    (gradient,) = torch.autograd.grad(
-        confidence(embeddings.requires_grad_()), embeddings
-    )
-    change = (confidence(embeddings + step) - confidence(embeddings - step)) / 2
-    assert_close(torch.sum(gradient * step), change, rtol=1e-6, atol=0)
-    # Otherwise there would be little to compare.
-    assert change.abs() > 1e-9
-    # Whatever was switched off for a while is on again.
-    assert torch.backends.cuda.flash_sdp_enabled()
-
-
 def test_another_posterior_of_the_same_kind_has_the_same_options():
     # None is what it is by default.
     options = {
         "prior_mean": 0.3,
         "temperature": 2.0,
-        "enable_backprop": True,
         "target_modules": ["value"],
         "backend_kwargs": {"rank": 2, "tail": False, "kfac_approx": "expand"},
     }
@@ -140,7 +105,6 @@ def test_another_posterior_of_the_same_kind_has_the_same_options():
         posterior.fit(ragged_batches())
     assert [each.name for each in other.blocks] == [each.name for each in la.blocks]
     assert other.log_marginal_likelihood() == same.log_marginal_likelihood()
-    assert other.enable_backprop
     of_answers = fitted("gpt2").for_model(lora_model("gpt2"))
     assert of_answers.model.class_token_ids == CLASS_TOKEN_IDS
     regression, _ = plain_regression()
@@ -216,3 +180,8 @@ def test_a_summary_counts_the_parameters_that_the_data_determine():
     priors = la.prior_precision.tolist()
     assert [*map(float, precisions)] == pytest.approx(priors, **printed)
     assert [*map(float, n_determined)] == pytest.approx(expected, **printed)
+
+
+def test_gradients_in_tokens_are_refused():
+    with pytest.raises(NotImplementedError, match="enable_backprop"):
+        make(lora_model("bert"), enable_backprop=True)

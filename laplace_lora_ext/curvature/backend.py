@@ -250,8 +250,11 @@ class LowRankKronGGN(GGNInterface):
         return self.task.loss(f, y) / self.factor
 
     def jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
-        """Make Jacobians `(B, C, parameters)` of the logits, and the logits."""
-        return self.recorder.jacobians(x, enable_backprop=enable_backprop)
+        """Make Jacobians `(B, C, parameters)` of the logits, and the logits.
+
+        `enable_backprop` is the host's, and False: see `LoRALaplace`.
+        """
+        return self.recorder.jacobians(x)
 
     def _get_mc_functional_fisher(self, f: Tensor) -> Tensor:
         """Draw a Fisher `(B, C, C)` of the logits, as the host does under this name."""

@@ -327,10 +327,9 @@ class LogitsModel(nn.Module):
                 state.put_back()
 
     @contextmanager
-    def forward_passes(self, enable_backprop: bool = False) -> Iterator[None]:
-        """Run the model in a session, with a graph back to the inputs if asked for."""
-        session = self.prepared() if enable_backprop else self.running()
-        with session, torch.set_grad_enabled(enable_backprop):
+    def forward_passes(self) -> Iterator[None]:
+        """Run the model in a session, without gradients."""
+        with self.running(), torch.no_grad():
             yield
 
     @contextmanager

@@ -134,10 +134,8 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         (gradient,) = gradients
-        # No pass of ours runs where the user differentiates what one has returned.
-        receive = ctx.taps.receive
-        if gradient is not None and receive is not None:
-            receive(ctx.index, *ctx.saved_tensors, gradient)
+        if gradient is not None:
+            ctx.taps.receive(ctx.index, *ctx.saved_tensors, gradient)
         # On to the layers before this one; nothing else that `forward` got has a
         # gradient.
         return gradient, None, None, None, None
@@ -204,15 +202,11 @@ class Taps:
 
 @contextmanager
 def tapped(
-    model: LogitsModel,
-    blocks: Sequence[Block],
-    layouts: Layouts,
-    *,
-    checkpointed: bool = True,
+    model: LogitsModel, blocks: Sequence[Block], layouts: Layouts
 ) -> Iterator[Taps]:
     """Tap the blocks' layers within, also where they are recomputed.
 
-    With `checkpointed`, layers that the user's training checkpoints are so here too.
+    Layers that the user's training checkpoints are checkpointed here too.
     """
     taps = Taps(model, blocks, layouts)
     with ExitStack() as undoing:
@@ -222,8 +216,7 @@ def tapped(
             tap = partial(taps.tap, index)
             handle = block.rows.layer.register_forward_hook(tap, prepend=True)
             undoing.callback(handle.remove)
-        if checkpointed:
-            undoing.enter_context(checkpointing(model.tree))
+        undoing.enter_context(checkpointing(model.tree))
         yield taps
 
 
@@ -248,7 +241,6 @@ class Graph:
         weights: Tensor | None = None,
         at_once: int | None = None,
         retain_graph: bool = False,
-        create_graph: bool = False,
     ) -> None:
         """Make backward passes with a batch's `(S, N, C)` vectors.
 
@@ -264,7 +256,7 @@ class Graph:
             # gradient.
             vectors = vectors * self.own[:, None]
         # The graph of a batch may be needed for the next of its examples.
-        retain_graph = retain_graph or create_graph or self.positions is None
+        retain_graph = retain_graph or self.positions is None
         n_seeds, run = len(vectors), self._pass
         if self.taps.without_rows:
             _warn_of_passes(self.taps, n_seeds)
@@ -282,7 +274,7 @@ class Graph:
             seeds = slice(start, min(start + at_once, n_seeds))
             deliver = partial(self._deliver, seeds, weights, take)
             keep = retain_graph or seeds.stop < n_seeds
-            run(vectors[seeds], deliver, keep, create_graph)
+            run(vectors[seeds], deliver, keep)
 
     def _is_batchable(self, vectors: Tensor) -> bool:
         """Find out once whether several seeds can share a pass, and warn if not.
@@ -318,7 +310,6 @@ class Graph:
         vectors: Tensor,
         deliver: Callable[[int, Arrived], None],
         retain_graph: bool,
-        create_graph: bool = False,
     ) -> None:
         """Back-propagate vectors together; deliver what a block's calls got, if all."""
         is_batched = len(vectors) > 1
@@ -350,7 +341,6 @@ class Graph:
                 self.taps.anchor,
                 vector,
                 retain_graph=retain_graph,
-                create_graph=create_graph,
                 allow_unused=True,
             )
             return vector.new_zeros(())
@@ -368,7 +358,7 @@ class Graph:
         finally:
             self.taps.receive = None
         # Within the pass autograd has switched gradients off by itself.
-        with torch.set_grad_enabled(create_graph):
+        with torch.no_grad():
             # Of whose calls some had no gradient.
             for index in sorted(waiting):
                 deliver(index, waiting[index])
@@ -378,7 +368,6 @@ class Graph:
         vectors: Tensor,
         deliver: Callable[[int, Arrived], None],
         retain_graph: bool,
-        create_graph: bool,
     ) -> None:
         """Back-propagate a vector to whole weights, of one example, by plain autograd.
 
@@ -396,7 +385,6 @@ class Graph:
             list(parameters.values()),
             vectors[0],
             retain_graph=retain_graph,
-            create_graph=create_graph,
             allow_unused=True,
         )
         by_id = dict(zip(parameters, gradients, strict=True))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import one_hot
 
 from laplace_lora_ext.models.batches import (
@@ -134,7 +133,6 @@ class Recording:
     logits: Tensor  # (N, C)
     positions: Positions
     _graphs: Callable[[], Iterable[Graph]]
-    _create_graph: bool
 
     def backward(
         self,
@@ -146,13 +144,7 @@ class Recording:
         """Back-propagate `(S, N, C)` vectors as `Graph.back_propagate` has it."""
         for graph in self._graphs():
             with torch.autocast(vectors.device.type, enabled=False):
-                graph.back_propagate(
-                    vectors,
-                    take,
-                    weights=weights,
-                    at_once=at_once,
-                    create_graph=self._create_graph,
-                )
+                graph.back_propagate(vectors, take, weights=weights, at_once=at_once)
             del graph  # before the next one is recorded
 
 
@@ -187,9 +179,7 @@ class Recorder:
     # --- recordings -------------------------------------------------------------------
 
     @contextmanager
-    def record(
-        self, batch: Any, outputs: Outputs, create_graph: bool = False
-    ) -> Iterator[Recording]:
+    def record(self, batch: Any, outputs: Outputs) -> Iterator[Recording]:
         """Run the model on a batch and record the calls of the blocks' layers.
 
         What is back-propagated from are the outputs.
@@ -199,17 +189,10 @@ class Recorder:
         a time. One whose logits are others than in the batch is back-propagated through
         the batch.
 
-        With `create_graph`, gradients can be differentiated: torch's attention then
-        runs without its fused kernels, which have no second derivatives, and nothing is
-        checkpointed. Otherwise layers that the user's training checkpoints are
-        checkpointed here too.
-
         Within the `with` block the model is in evaluation mode, and no parameter
         requires grad. A `RuntimeError` if the logits carry no gradient to the layers
         that were called; a `ValueError` if a number is not finite.
         """
-        # Fused kernels have no second derivatives.
-        attention = sdpa_kernel(SDPBackend.MATH) if create_graph else nullcontext()
         weights: list[Tensor] = []  # to be differentiated in
         if without_rows(self.blocks):
             check_in_place(self.blocks, "A gradient in a whole matrix")
@@ -220,10 +203,7 @@ class Recorder:
             self.model.prepared(weights),
             torch.inference_mode(False),
             torch.enable_grad(),
-            attention,
-            tapped(
-                self.model, self.blocks, self.layouts, checkpointed=not create_graph
-            ) as taps,
+            tapped(self.model, self.blocks, self.layouts) as taps,
         ):
             layouts = self.layouts
             # What one batch showed holds for the model. A single example needs no
@@ -233,17 +213,15 @@ class Recorder:
                 if is_proven(graph):
                     assert graph.positions is not None
                     graphs = partial(iter, [graph])
-                    yield Recording(graph.logits, graph.positions, graphs, create_graph)
+                    yield Recording(graph.logits, graph.positions, graphs)
                     return
                 del graph
                 layouts.examples_apart = True
-            # A graph of the whole batch, which nothing is back-propagated through, is
-            # only needed where somebody differentiates the logits themselves.
-            with torch.set_grad_enabled(create_graph):
+            with torch.no_grad():
                 logits = outputs(batch, None)
             positions = self.model.positions(batch, len(logits))
             graphs = partial(self._one_at_a_time, taps, batch, logits, outputs)
-            yield Recording(logits, positions, graphs, create_graph)
+            yield Recording(logits, positions, graphs)
 
     def _one_at_a_time(
         self, taps: Taps, batch: Any, logits: Tensor, outputs: Outputs
@@ -315,7 +293,6 @@ class Recorder:
         batch: Any,
         visit: Callable[[int, Tensor], None],
         directions: Directions = every_output,
-        enable_backprop: bool = False,
     ) -> Tensor:
         """Make Jacobians block by block, by one forward and one batched backward pass.
 
@@ -324,8 +301,7 @@ class Recorder:
         time, unless examples or vectors come one at a time; that all are finite is
         known at the end. The method returns the logits `(B, C)`. With other
         `directions`, Jacobians are those of S combinations of the logits, in place of
-        C. With `enable_backprop`, Jacobians and logits are differentiable in the
-        inputs. Errors are those of `record`.
+        C. Errors are those of `record`.
         """
         incomplete: dict[int, Tensor] = {}
         sums: dict[int, Tensor] = {}  # of complete ones
@@ -356,7 +332,7 @@ class Recorder:
         def outputs(inputs: Any, _: Tensor | None) -> Tensor:
             return self.model(inputs)
 
-        with self.record(batch, outputs, enable_backprop) as recording:
+        with self.record(batch, outputs) as recording:
             logits, positions = recording.logits, recording.positions
             vectors = directions(logits.detach())
             rounds = Rounds.of(positions)
@@ -375,13 +351,10 @@ class Recorder:
             for index, total in zip(sums, totals, strict=True):
                 if not math.isfinite(total):
                     raise non_finite_gradients(self.blocks[index])
-        return logits if enable_backprop else logits.detach()
+        return logits.detach()
 
     def jacobians(
-        self,
-        batch: Any,
-        directions: Directions = every_output,
-        enable_backprop: bool = False,
+        self, batch: Any, directions: Directions = every_output
     ) -> tuple[Tensor, Tensor]:
         """Make Jacobians `(B, C, parameters)` of the logits, and the logits.
 
@@ -394,7 +367,7 @@ class Recorder:
             weights = self.blocks[index].small_side_first(jacobian)
             of_blocks[index] = weights.flatten(-2).to(device)
 
-        f = self.visit_jacobians(batch, keep, directions, enable_backprop)
+        f = self.visit_jacobians(batch, keep, directions)
         in_order = [of_blocks[index] for index in range(len(self.blocks))]
         return torch.cat(in_order, dim=-1), f
 

@@ -191,14 +191,14 @@ class Posterior(ParametricLaplace, Members):
             return Moments(f_mu, covariance)
 
         if not self._has_variance:
-            with self.model.forward_passes(self.enable_backprop):
+            with self.model.forward_passes():
                 f_mu = self.model(x)
             # Pairs have two rewards in a fit, and a text has one.
             n = f_mu.shape[1] if contrasts is None else n_directions
             n *= len(f_mu) if joint else 1
             covariance = f_mu.new_zeros((n, n) if joint else (len(f_mu), n, n))
         else:
-            with torch.set_grad_enabled(self.enable_backprop):
+            with torch.no_grad():
                 if joint:  # examples vary together: they can't come in parts
                     return Moments(*self._linearised(x, joint, directions))
                 parts = self.recorder.predict(x, n_directions, of_part)
@@ -213,7 +213,7 @@ class Posterior(ParametricLaplace, Members):
 
         `directions` turns logits into S combinations of them, whose covariance it is.
         """
-        Js, f_mu = self.recorder.jacobians(part, directions, self.enable_backprop)
+        Js, f_mu = self.recorder.jacobians(part, directions)
         covariance = self.functional_covariance if joint else self.functional_variance
         with torch.autocast(f_mu.device.type, enabled=False):
             return f_mu, covariance(Js)
@@ -302,7 +302,7 @@ def amortized_moments(la: Posterior, x: Any) -> Moments:
         raise ValueError(
             "The prior has changed since la.amortize(loader): call it again."
         )
-    with la.model.forward_passes(la.enable_backprop):
+    with la.model.forward_passes():
         f_mu, features = features_of(la, x)
         with torch.autocast(la.model.device.type, enabled=False):
             return Moments(f_mu, learnt.covariance(features))
@@ -378,7 +378,7 @@ def in_turn(la: Posterior, pred_type: str, compute: Callable[[], Result]) -> Res
 
     With learnt variances, threads that predict do so at the same time.
     """
-    if pred_type == "amortized" and not la.enable_backprop:
+    if pred_type == "amortized":
         return la.model.run_beside_others(compute)
     with la.model.running():
         return compute()

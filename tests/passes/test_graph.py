@@ -16,7 +16,7 @@ from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.passes.graph import Graph, codewords
 from laplace_lora_ext.passes.recorder import Recorder
 from tests.support.cases import assert_exact
-from tests.support.dense import EXACT, derivatives_of, full_rank, jacobians
+from tests.support.dense import EXACT, derivatives_of, full_rank
 from tests.support.models import (
     CLASS_TOKEN_IDS,
     VOCABULARY,
@@ -403,16 +403,6 @@ def test_an_example_comes_alone_or_through_the_batch(run, n_passes):
     # A batch of one takes one.
     la.fit([sequences(1, 3)])
     assert len(calls) == n_passes + 1
-    # Of all, Jacobians are differentiable in the inputs.
-    x = X.clone().requires_grad_()
-
-    def slope(Js: Tensor, logits: Tensor) -> Tensor:
-        """Differentiate some function of both in the inputs."""
-        total = Js.square().sum() + logits.sum()
-        return torch.autograd.grad(total, x)[0]
-
-    found = slope(*la.backend.jacobians(x, enable_backprop=True))
-    assert_close(found, slope(jacobians(model, x), model(x)), **EXACT)
 
 
 # --- models that overwrite or hook layers' values -------------------------------------
