@@ -338,8 +338,9 @@ def trainer_with_bar(
 def _write_student(loaded: Loaded, folder: Path, metadata: Mapping[str, Any]) -> None:
     """Complete a student's folder by what its teacher's file knows.
 
-    Whoever opens an adapter reads the classes' names off the base model. Where that
-    does not know them, a copy that does is written beside the adapter.
+    Whoever opens an adapter reads the classes' names off the base model, and a pipeline
+    reads its head there. Where that knows neither, a copy that does is written beside
+    the adapter.
     """
     known = {key: value for key, value in metadata.items() if key != "held_out"}
     content = json.dumps(known, indent=2, ensure_ascii=False)
@@ -347,7 +348,9 @@ def _write_student(loaded: Loaded, folder: Path, metadata: Mapping[str, Any]) ->
     config = loaded.model.config
     adapter = PeftConfig.from_pretrained(str(folder))
     name = str(adapter.base_model_name_or_path)
-    knows_names = AutoConfig.from_pretrained(name).id2label == config.id2label
+    of_base = AutoConfig.from_pretrained(name)
+    is_classifier = "Classification" in str(of_base.architectures)
+    knows_names = is_classifier and of_base.id2label == config.id2label
     if knows_names or loaded.arguments.answers:
         return
     base = AutoModelForSequenceClassification.from_pretrained(

@@ -256,8 +256,13 @@ def test_others_open_a_student_by_its_folder_alone(calibrated, tmp_path, capsys)
         assert row["score"] == pytest.approx(p[number].item(), abs=1e-6)
     # What it has learnt, and not the fresh head of its base.
     assert by_pipeline[0]["label"] == "plant"
-    # A base that knows the names is not copied.
-    copied = tmp_path / "copied"
-    shutil.copytree(student, copied, ignore=shutil.ignore_patterns("base"))
-    commands._write_student(load(ModelArguments(adapter=str(student))), copied, {})
-    assert not (copied / "base").exists()
+    # A base that knows the names is copied if it is no classifier.
+    again = tmp_path / "again"
+    shutil.copytree(student, again, ignore=shutil.ignore_patterns("base"))
+    loaded = load(ModelArguments(adapter=str(student)))
+    commands._write_student(loaded, again, {})
+    assert not (again / "base").exists()
+    config = student / "base" / "config.json"
+    config.write_text(config.read_text().replace("ForSequenceClassification", "Model"))
+    commands._write_student(loaded, again, {})
+    assert (again / "base").exists()
