@@ -334,7 +334,7 @@ def _own_sums(
                 examples = n_before + share.places(len(y))
                 n_new = len(examples)
                 if n_new:
-                    with model.weighing_answers() as answered:
+                    with model.answers.weighing() as answered:
                         loss, curvature = structure.add(sums.curvature, X, y, examples)
                     of_batch = Sums(
                         curvature,

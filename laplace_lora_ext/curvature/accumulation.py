@@ -23,7 +23,7 @@ from laplace_lora_ext.curvature.backend import KFAC_APPROX, LowRankKronGGN
 from laplace_lora_ext.curvature.decomposed import LowRankKronDecomposed, diagonal_of
 from laplace_lora_ext.curvature.kron import KroneckerBlock, StreamingUpdates
 from laplace_lora_ext.messages import naming
-from laplace_lora_ext.models.weights import check_in_place, check_with_biases, read
+from laplace_lora_ext.models.weights import check_in_place, read
 from laplace_lora_ext.passes.graph import Rows, tapped
 from laplace_lora_ext.passes.recorder import Recorder, Rounds
 from laplace_lora_ext.tasks.task import Task
@@ -204,7 +204,6 @@ class KronStructure(HostStructure):
     def zeros(self) -> Kron:
         blocks = self.recorder.blocks
         check_in_place(blocks, 'hessian_structure="kron"')
-        check_with_biases(blocks)
         weights: list[Any] = [block.weight for block in blocks]
         return Kron.init_from_model(weights, *self.recorder.places[0])
 

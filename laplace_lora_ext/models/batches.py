@@ -73,15 +73,15 @@ def is_tokens(value: Any) -> TypeGuard[Tensor]:
 
 def check_tokenized(batch: Any) -> None:
     """Refuse texts, and lists of tokens, of which a collator makes a batch."""
-    if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), list):
+    if isinstance(batch, Mapping):
+        is_other = isinstance(batch.get("input_ids"), list)
+    else:
+        parts = batch if isinstance(batch, list | tuple) else [batch]
+        is_other = any(isinstance(part, str) for part in parts)
+    if is_other:
         raise TypeError(
-            "input_ids are a list: pass batches of tensors, as collators make them."
-        )
-    texts = [batch] if isinstance(batch, str) else batch
-    if isinstance(texts, list | tuple) and any(isinstance(x, str) for x in texts):
-        raise TypeError(
-            "Texts must be tokenized first: pass tokenizer(texts, padding=True, "
-            'return_tensors="pt").'
+            "Texts must be tokenized to tensors first: pass tokenizer(texts, "
+            'padding=True, return_tensors="pt"), or what a collator makes of lists.'
         )
 
 
@@ -246,10 +246,8 @@ def positions_of(inputs: Any, n_examples: int, device: torch.device) -> Position
     # As of windows, of which texts have other numbers.
     if rows is None or n_rows % n_examples:
         return Positions(n_examples, n_rows=n_examples, mask=mask)
-    mask_of_all = (1, *rows.shape[1:])
-    if mask is not None and mask.shape in (rows.shape, mask_of_all):
-        of_rows = mask.expand_as(rows).reshape(n_examples, -1)
-        mask = None if mask.all() else of_rows
+    if mask is not None and mask.shape == rows.shape:
+        mask = None if mask.all() else mask.reshape(n_examples, -1)
     is_text = _is_text(by_key, n_examples)
     return Positions(n_examples, n_rows, rows.numel(), mask, is_text)
 

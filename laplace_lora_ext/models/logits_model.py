@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from inspect import Parameter, signature
 from threading import get_ident
@@ -15,7 +15,6 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.answers import Answers
 from laplace_lora_ext.models.batches import (
     IGNORED,
@@ -70,6 +69,8 @@ class LogitsModel(nn.Module):
         which is active in prepared passes, whichever is otherwise; None for any
     output_size : int
         C; 0 before the first forward pass
+    answers : Answers
+        how the logits are read off what the model returns
     class_token_ids : list of int, list of list of int, or None
         a language model's answers, one token a class, or several. Other models have
         none, and neither have those whose batches bring choices
@@ -96,11 +97,6 @@ class LogitsModel(nn.Module):
         self._tree = Tree(model)
         self._within: set[int] = set()  # threads that run the model
         self._shared_state: State | None = None
-        if self._tree.is_compiled:
-            warn(
-                "The model is compiled: fits and predictions run it eagerly, since "
-                "compiled code does not call LoRA layers as modules."
-            )
         self.model = model
         self.adapter = adapter
         self.dict_key_y = dict_key_y
@@ -114,7 +110,7 @@ class LogitsModel(nn.Module):
         has_cache = any(each.name == "use_cache" for each in parameters)
         self._defaults = {"use_cache": False} if has_cache else {}
         answers = self._find_answers(class_token_ids, mask_token_id, normalised)
-        self._answers = answers
+        self.answers = answers
         self.has_answers = answers.are_read
         self.class_token_ids = answers.class_token_ids
         self.mask_token_id = answers.mask_token_id
@@ -148,7 +144,7 @@ class LogitsModel(nn.Module):
 
     def _logits(self, batch: Any) -> Tensor:
         """Compute logits where the model computes, and in its precision."""
-        logits = self._answers.logits(self._inputs(batch), self._call)
+        logits = self.answers.logits(self._inputs(batch), self._call)
         if logits.ndim != 2:
             raise ValueError(
                 "The model must return logits of shape (batch, outputs), not "
@@ -160,11 +156,7 @@ class LogitsModel(nn.Module):
 
     def log_probs(self, batch: Any) -> Tensor:
         """Compute log-probabilities `(B, C + 1)` of `class_token_ids`, and all else."""
-        return self._answers.log_probs(self._inputs(batch), self._call)
-
-    def weighing_answers(self) -> AbstractContextManager[list[Tensor]]:
-        """Weigh answers as `Answers.weighing` does."""
-        return self._answers.weighing()
+        return self.answers.log_probs(self._inputs(batch), self._call)
 
     def split(self, batch: Any) -> tuple[Any, Tensor]:
         """Split a training batch, a mapping or `(X, y)`, into inputs and labels.
@@ -201,7 +193,7 @@ class LogitsModel(nn.Module):
     def positions(self, batch: Any, n_examples: int) -> Positions:
         """Describe the rows of a batch that has `n_examples` examples."""
         inputs = self._inputs(batch)
-        return positions_of(self._answers.rows(inputs), n_examples, self.device)
+        return positions_of(self.answers.rows(inputs), n_examples, self.device)
 
     def places(self, batch: Any) -> Tensor | None:
         """Mark the tokens `(B, T)` that have logits; None where examples have one row.

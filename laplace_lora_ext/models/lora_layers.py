@@ -212,9 +212,10 @@ def _views(
 
 
 def check_known_to_host(blocks: Sequence[Block]) -> None:
-    """Refuse what curvlinops can't see, and DoRA.
+    """Refuse what curvlinops can't see, DoRA, and weights without their bias.
 
-    No call of a DoRA layer has its weight's input.
+    No call of a DoRA layer has its weight's input. The host takes biases for parts of
+    all weights.
     """
     unseen = [
         block.name
@@ -222,11 +223,18 @@ def check_known_to_host(blocks: Sequence[Block]) -> None:
         if isinstance(block.rows, WholeGradient)
         or (block.owner and _variant(block.owner, block.adapter) == _DORA)
     ]
+    of_blocks = {id(block.weight) for block in blocks}
+    unseen += [
+        f"{block.name} without its bias"
+        for block in blocks
+        if (bias := getattr(block.module, "bias", None)) is not None
+        and id(bias) not in of_blocks
+    ]
     if unseen:
         raise NotImplementedError(
             'hessian_structure="kron" sees LoRA of linear layers alone, without DoRA, '
-            f"and not {listed(unseen)}: leave these out with target_modules, or use "
-            'the structures "lowrank_kron", "diag" or "full".'
+            f"and heads with their biases, and not {listed(unseen)}: leave these out, "
+            'or use the structures "lowrank_kron", "diag" or "full".'
         )
 
 

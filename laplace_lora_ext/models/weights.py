@@ -235,26 +235,6 @@ def values_of(blocks: Sequence[Block], weights: Tensor) -> Iterator[Values]:
     return map(list, zip(*of_blocks, strict=True))
 
 
-def check_with_biases(blocks: Sequence[Block]) -> None:
-    """Refuse weights without their layer's bias.
-
-    The host takes biases for parts of all weights.
-    """
-    of_blocks = {id(block.weight) for block in blocks}
-    without = [
-        block.name
-        for block in blocks
-        if (bias := getattr(block.module, "bias", None)) is not None
-        and id(bias) not in of_blocks
-    ]
-    if without:
-        raise NotImplementedError(
-            'hessian_structure="kron" treats weight and bias of a layer together, and '
-            f"the biases of {len(without)} layers are frozen or left out, such as that "
-            f'of {without[0]}: use "lowrank_kron", "diag" or "full".'
-        )
-
-
 def parameters_with(blocks: Sequence[Block], values: Values) -> dict[int, Tensor]:
     """Make the blocks' parameters with other values, by the `id` of each parameter.
 

@@ -108,19 +108,16 @@ class Share:
             # Data of a rank's own come after those of the ranks before it.
             return rank() * _OWN + first + torch.arange(n_rows)
         places = self._dealt_places[batch]
-        n_examples = len(places)
-        if n_examples == 0 or n_rows == 0:
+        if not len(places) or not n_rows:
             return places[:0]
-        # Of owners, the last examples may have no row.
-        is_as_many = n_rows == n_examples
         if owners is not None:
-            is_as_many = int(owners.max()) < n_examples
-        if not is_as_many:
+            return places[owners.cpu()]
+        if n_rows != len(places):
             raise ValueError(
-                f"The collator did not make {n_examples} examples of {n_examples}: "
+                f"The collator did not make {len(places)} examples of {len(places)}: "
                 "with several processes, it must return one for each."
             )
-        return places if owners is None else places[owners.cpu()]
+        return places
 
     def show(self, batch: Any) -> None:
         """Show it a batch, by which it knows ranks with the same data."""
@@ -358,31 +355,6 @@ def _options(loader: DataLoader) -> dict[str, Any]:
     }
 
 
-def join_ranks(
-    places: Tensor,
-    columns: Columns | None,
-    join: Callable[[Sequence[Columns]], Columns] | None = None,
-) -> Columns | None:
-    """Join the ranks' tensors: their rows in the data's order.
-
-    Takes the places `(n,)` of this rank's rows, and columns `(n, ...)`, None on a rank
-    without data; None if no rank has data. `join`, by default `join_batches`, joins the
-    columns of ranks. Ranks of which only some have labels are refused by a
-    `ValueError`.
-    """
-    if count() == 1:
-        return columns
-    of_ranks = gathered((places, columns))
-    with_data = [of_rank for _, of_rank in of_ranks if of_rank is not None]
-    if not with_data:
-        return None
-    # The rows of one example stay in their order.
-    all_places = torch.cat([of_rank for of_rank, _ in of_ranks])
-    order = all_places.argsort(stable=True)
-    of_all = (join or join_batches)(with_data)
-    return tuple(column[order.to(column.device)] for column in of_all)
-
-
 def join_batches(parts: Iterable[Columns]) -> Columns:
     """Join the columns of batches; refuse them if only some have labels."""
     parts = list(parts)
@@ -403,6 +375,30 @@ def join_batches(parts: Iterable[Columns]) -> Columns:
     return tuple(torch.cat(column) for column in columns)
 
 
+def join_ranks(
+    places: Tensor,
+    columns: Columns | None,
+    join: Callable[[Sequence[Columns]], Columns] = join_batches,
+) -> Columns | None:
+    """Join the ranks' tensors: their rows in the data's order.
+
+    Takes the places `(n,)` of this rank's rows, and columns `(n, ...)`, None on a rank
+    without data; None if no rank has data. `join`, by default `join_batches`, joins the
+    columns of ranks. Ranks of which only some have labels are refused by a
+    `ValueError`.
+    """
+    if count() == 1:
+        return columns
+    of_ranks = gathered((places, columns))
+    with_data = [of_rank for _, of_rank in of_ranks if of_rank is not None]
+    if not with_data:
+        return None
+    # The rows of one example stay in their order.
+    all_places = torch.cat([of_rank for of_rank, _ in of_ranks])
+    order = all_places.argsort(stable=True)
+    return tuple(column[order.to(column.device)] for column in join(with_data))
+
+
 def _samplers(loader: Any) -> Iterator[Any]:
     """Yield a loader's samplers, and those within them."""
     for name in ("batch_sampler", "sampler"):
@@ -421,18 +417,11 @@ def _is_divided(loader: Any) -> bool:
             "dispatches batches, and they would count twice: give each rank a loader "
             "of its own, without accelerator.prepare."
         )
-    for sampler in _samplers(loader):
-        of_accelerate = getattr(sampler, "num_processes", None)
-        n_processes = getattr(sampler, "num_replicas", of_accelerate)  # torch's name
-        if n_processes is None:
-            continue
-        if n_processes != count():
-            raise ValueError(
-                f"The loader divides its data among {n_processes} processes, and there "
-                f"are {count()}."
-            )
-        return True
-    return False
+    # Torch's word, or Accelerate's.
+    return any(
+        hasattr(sampler, "num_replicas") or hasattr(sampler, "num_processes")
+        for sampler in _samplers(loader)
+    )
 
 
 def _size_of_batches(loader: Any) -> int:

@@ -87,11 +87,12 @@ def test_labels_that_are_none_are_not_asked_for_by_predictions_alone(batch):
     la = fitted()
     expected = la.predict_proba(batch)
     inputs, none = without(batch, "labels"), batch | {"labels": None}
+    message = r"batch 1: No labels .*\['attention_mask', 'input_ids'\].*dict_key_y"
     # As loaders of texts to predict make them.
     for unlabelled in (none, (inputs, None), [inputs, None]):
         assert (la.predict_proba([unlabelled]) == expected).all()
         assert la.predictive_statistics([unlabelled]).targets is None
-        with pytest.raises(ValueError, match=r"batch 1: No labels"):
+        with pytest.raises(ValueError, match=message):
             la.fit([batch, unlabelled])
     assert (la.predict_proba(none) == expected).all()
     with pytest.raises(ValueError, match=r"No labels .*only Tensor"):
@@ -110,6 +111,12 @@ def test_empty_batches_are_left_out_and_the_others_keep_their_numbers(structure)
     loader = [(X, X), (X[:0], X[:0]), X[:0], {"x": X[:0], "y": 3}, {"x": [1]}]
     # Nothing says of the last that it is empty.
     assert [name for name, _ in named_batches(loader)] == ["batch 0", "batch 4"]
+
+
+@pytest.mark.parametrize("batch", ["a text", ["two", "texts"], {"input_ids": [[1, 2]]}])
+def test_what_is_not_tokenized_is_refused(bert, batch):
+    with pytest.raises(TypeError, match="pass tokenizer"):
+        LogitsModel(bert)(batch)
 
 
 # --- texts that a model would read in another way -------------------------------------
@@ -189,11 +196,11 @@ def test_positions_know_the_padding_of_each_example_and_what_is_beside_texts():
     cpu = torch.device("cpu")
     ids = torch.ones(4, 3, dtype=torch.long)
     mask = torch.tensor([[1, 1, 0]])
-    for given in (mask, mask.expand(4, 3)):
-        # A mask of one row is that of all; two texts are an example.
-        found = positions_of({"input_ids": ids, "attention_mask": given}, 2, cpu)
-        assert torch.equal(found.mask, mask.bool().repeat(2, 2))
-        assert (found.n_rows, found.n_tokens, found.is_text) == (4, 12, False)
+    # Two texts are an example.
+    given = {"input_ids": ids, "attention_mask": mask.expand(4, 3)}
+    found = positions_of(given, 2, cpu)
+    assert torch.equal(found.mask, mask.bool().repeat(2, 2))
+    assert (found.n_rows, found.n_tokens, found.is_text) == (4, 12, False)
     found = positions_of({"input_ids": ids, "attention_mask": ids}, 4, cpu)
     assert found.mask is None
     assert found.is_text

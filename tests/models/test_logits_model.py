@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from laplace_lora_ext.models.logits_model import LogitsModel
-from tests.support.models import first_batch, ragged_batches, record_calls
-from tests.support.posteriors import OURS_AND_A_HOSTS, make
+from tests.support.models import first_batch, record_calls
 
 LOGITS = torch.arange(6.0).reshape(3, 2)
 X = torch.zeros(3, 1)
@@ -78,19 +77,6 @@ def test_split_takes_labels_out_of_a_mapping_and_a_pair_apart():
         inputs, labels = model.split(batch)
         assert inputs["x"] is X
         assert torch.equal(labels, Y)
-
-
-@pytest.mark.parametrize("structure", OURS_AND_A_HOSTS)
-def test_missing_labels_are_refused_by_batch_and_say_which_keys_there_are(
-    bert, structure
-):
-    la = make(bert, structure)
-    batches = ragged_batches()
-    del batches[1]["labels"]
-    keys = r"\['attention_mask', 'input_ids'\]"
-    message = rf"batch 1: No labels 'labels'.*{keys}.*dict_key_y"
-    with pytest.raises(ValueError, match=message):
-        la.fit(batches)
 
 
 # --- outputs --------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.output_layer import logits_and_hidden_states
+from laplace_lora_ext.tasks.token_labels import TokenLabelsModel
 from tests.support.models import (
     CLASS_TOKEN_IDS,
     TwoLinear,
@@ -25,7 +26,6 @@ MASK = 1
 answering = partial(LogitsModel, class_token_ids=CLASS_TOKEN_IDS, mask_token_id=None)
 # A model of logits, and the name of the layer that makes them.
 MODELS = {
-    "BERT": (lambda: LogitsModel(built("BertForSequenceClassification")), "classifier"),
     "RoBERTa": (
         lambda: LogitsModel(built("RobertaForSequenceClassification")),
         "classifier.out_proj",
@@ -34,7 +34,6 @@ MODELS = {
         lambda: LogitsModel(lora_model("bert").eval()),
         "modules_to_save.default",
     ),
-    "Llama": (lambda: LogitsModel(built("LlamaForSequenceClassification")), "score"),
     # Its routers have a matrix for a weight, and return a tuple.
     "Mixtral": (
         lambda: LogitsModel(
@@ -135,9 +134,26 @@ def test_calls_of_other_threads_are_passed_over():
     assert torch.equal(hidden, expected)
 
 
+class Pooling(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).mean(1)
+
+
 def test_without_such_a_layer_there_are_no_hidden_states():
     plain = TwoLinear()
     # What the last layer returns is then not the logits.
     plain.register_forward_hook(lambda module, args, output: output / 2)
     _, hidden = logits_and_hidden_states(LogitsModel(plain), torch.randn(4, 5))
+    assert hidden is None
+    # Nor are those of tokens.
+    labels_tokens = built("BertForTokenClassification")
+    labels_tokens.register_forward_hook(lambda module, args, output: output.logits / 2)
+    (batch,) = ragged_batches(batch_size=8)
+    del batch["labels"]
+    _, hidden = logits_and_hidden_states(TokenLabelsModel(labels_tokens), batch)
+    assert hidden is None
+    # Here one row of logits is of several rows.
+    _, hidden = logits_and_hidden_states(
+        LogitsModel(Pooling(5, 3)), torch.ones(4, 2, 5)
+    )
     assert hidden is None

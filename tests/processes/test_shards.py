@@ -39,8 +39,8 @@ def numbered(n: int, batch_size: int = BATCH_SIZE, **options) -> DataLoader:
     return DataLoader(examples, batch_size=batch_size, **options)
 
 
-def strided(n: int, **options) -> DataLoader:
-    return numbered(n, sampler=DistributedSampler(range(n), **options))
+def strided(n: int) -> DataLoader:
+    return numbered(n, sampler=DistributedSampler(range(n)))
 
 
 def of_sorted_batches(n: int) -> DataLoader:
@@ -71,7 +71,6 @@ def given(loader: DataLoader) -> tuple[list[int], list[int]]:
 # By rank and number of examples, for three ranks.
 LOADERS = {
     "DistributedSampler": lambda rank, n: strided(n),
-    "Accelerate": lambda rank, n: accelerated(rank, 3, numbered(n)),
     "Accelerate, shuffled": lambda rank, n: accelerated(
         rank, 3, numbered(n, shuffle=True)
     ),
@@ -116,7 +115,6 @@ def test_a_share_that_is_read_once_gives_every_pass_the_same():
 @pytest.mark.parametrize(
     ("make_loader", "size"),
     [
-        (lambda: numbered(5, batch_size=3), 5),
         (lambda: of_sorted_batches(5), 5),
         (lambda: [torch.arange(3), torch.arange(3, 5)], None),
     ],
@@ -164,9 +162,6 @@ TWICE = {
     ),
     "or dispatches": lambda rank: accelerated(
         rank, 2, numbered(4), dispatch_batches=True
-    ),
-    "among 4 processes, and there are 2": lambda rank: strided(
-        8, num_replicas=4, rank=rank
     ),
     "must return one for each": lambda rank: numbered(
         4, sampler=DistributedSampler(range(4)), collate_fn=lambda rows: rows[:1]
@@ -285,6 +280,8 @@ def test_equal_results_make_no_copies_and_nor_do_equal_texts_that_are_dealt():
         return True
 
     assert on_ranks(job, 2) == [True] * 2
+    # Nor are ranks without data copies of each other.
+    assert on_ranks(lambda rank: Share([]).refuse_copies(), 2) == [None] * 2
 
 
 # --- held out -------------------------------------------------------------------------
