@@ -16,7 +16,7 @@ from laplace_lora_ext.tasks.regression import Regression
 from laplace_lora_ext.tasks.task import Draws, Seeds
 from tests.support.dense import EXACT, bernoulli_fisher, softmax_fisher
 from tests.support.models import real_targets
-from tests.support.posteriors import generator, normal
+from tests.support.posteriors import normal
 from tests.support.tasks import LABELS
 
 MULTI_LABEL = "multi_label_classification"
@@ -29,19 +29,6 @@ TOKENS = "token_classification"
 def fisher(seeds) -> Tensor:
     """Sum the seeds' outer products, each with its weight, in float64."""
     return Seeds(seeds.vectors.double(), seeds.weights.double()).fisher()
-
-
-@pytest.mark.parametrize(
-    ("n_classes", "scale"), [(2, 20), (3, 1), (10, 0), (10, 10), (10, 20)]
-)
-def test_exact_seeds_keep_float32_accuracy_on_confident_samples(n_classes, scale):
-    logits = scale * torch.randn(500, n_classes, generator=generator())
-    seeds = Classification().exact_seeds(logits)
-    assert seeds.vectors.shape == (n_classes - 1, 500, n_classes)
-    expected = softmax_fisher(logits)
-    off = (fisher(seeds) - expected).abs().amax((1, 2))
-    # It was 2e-6 at a scale of 10.
-    assert (off / expected.abs().amax((1, 2))).max() < 1e-5
 
 
 LOGITS = torch.tensor([[1.0, 0.0, -0.5]])
@@ -117,6 +104,8 @@ FOUR_LOGITS = torch.tensor(
         # So sure that a drawn label would hardly ever see what the others weigh.
         [0.0, 12.0, -2.0, -3.0],
         [-5.0, 0.0, 8.0, 1.0],
+        # Any of several may be the most probable one.
+        [0.0, 0.0, 0.0, 0.0],
     ],
     dtype=torch.float64,
 )
@@ -133,7 +122,7 @@ def fishers_by_signs(likelihood: str, n_sums: int) -> list[Tensor]:
     """Compute Fishers `(N, C, C)` by each pattern of signs."""
     fishers = []
     for pattern in product([-1.0, 1.0], repeat=4):
-        draws = OnePattern(0, torch.arange(3))
+        draws = OnePattern(0, torch.arange(4))
         object.__setattr__(draws, "pattern", pattern)
         seeds = TASKS[likelihood].sign_seeds(FOUR_LOGITS, n_sums, draws)
         # Nothing underflows in half precision.
@@ -161,7 +150,7 @@ def test_as_many_sums_as_columns_are_exact_with_any_signs(likelihood, n_columns)
     expected = exact_fisher(likelihood, FOUR_LOGITS)
     for found in fishers_by_signs(likelihood, n_columns):
         assert_close(found, expected, **EXACT)
-    seeds = TASKS[likelihood].sign_seeds(FOUR_LOGITS, 9, Draws(0, torch.arange(3)))
+    seeds = TASKS[likelihood].sign_seeds(FOUR_LOGITS, 9, Draws(0, torch.arange(4)))
     assert len(seeds.vectors) == n_columns
     one_less = fishers_by_signs(likelihood, n_columns - 1)
     assert not torch.allclose(one_less[0], expected)

@@ -179,6 +179,9 @@ def test_a_long_text_is_read_alike_by_a_few_tokens_at_a_time(
     la(long_text)
     # The last of seven tokens has a pass for itself.
     assert len(calls) == math.ceil(7 / 2)
+    # Without a mask, all tokens are real.
+    unmasked = {"input_ids": long_text["input_ids"]}
+    assert_close(la(unmasked), expected[0], **EXACT_OR_NAN)
     # Of several texts, each by itself.
     of_first, *_ = la(first_batch())
     (of_text,) = expected[0]
