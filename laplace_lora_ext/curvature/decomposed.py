@@ -200,7 +200,7 @@ class Spectrum(NamedTuple):
         mine, its = self.values.cpu(), other.values.cpu()
         if its.shape != mine.shape:
             return False
-        # Up to rounding of float32.
+        # Another device decomposes with other rounding.
         return torch.allclose(its, mine, rtol=0.0, atol=2e-6 * mine.max().item())
 
     def shifted(self, scale: float | Tensor, deltas: Tensor) -> Tensor:
