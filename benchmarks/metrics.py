@@ -8,8 +8,8 @@ from scipy.stats import mannwhitneyu
 from sklearn.covariance import LedoitWolf
 from torch import Tensor
 
+from laplace_lora_ext import Prediction
 from laplace_lora_ext.metrics import quality
-from laplace_lora_ext.predictive.predictions import review
 
 ACCURACY = 0.95  # that a queue promises of what it decides alone
 
@@ -44,7 +44,7 @@ def queue(probabilities: Tensor, labels: Tensor) -> dict[str, float | None]:
     less the promise, None where it is empty. The share at the realised accuracy is what
     could be decided alone if the labels were known.
     """
-    divided = review(probabilities, ACCURACY)
+    divided = Prediction.of_draws(probabilities, probabilities[None]).review(ACCURACY)
     is_right = (divided.labels == labels).double()
     surest_first = is_right[divided.order.flip(0)]
     n_texts = torch.arange(1, len(labels) + 1)

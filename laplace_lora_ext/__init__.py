@@ -18,8 +18,8 @@ from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.predictions import NumberPrediction, Prediction, Review
 from laplace_lora_ext.predictive.scores import TextScores
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
-from laplace_lora_ext.training.averaging import AveragingCallback, WeightAverage
 from laplace_lora_ext.training.stages import in_stages, train_in_stages
+from laplace_lora_ext.training.trainers import AveragingCallback, WeightAverage
 from laplace_lora_ext.tuning import (
     Agreement,
     GridSearch,

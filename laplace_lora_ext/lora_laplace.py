@@ -35,8 +35,12 @@ from laplace_lora_ext.models.same_model import ModelState, check_same, standing_
 from laplace_lora_ext.models.weights import replace_weights
 from laplace_lora_ext.passes.recorder import Recorder
 from laplace_lora_ext.predicting import Predictor
-from laplace_lora_ext.predictive.amortization import amortize
-from laplace_lora_ext.predictive.amortized import LearntVariance
+from laplace_lora_ext.predictive.amortized import (
+    LearntVariance,
+    amortize,
+    amortized_moments,
+    moments_for,
+)
 from laplace_lora_ext.predictive.links import LINKS, log_probabilities, shared_noise
 from laplace_lora_ext.predictive.moments import (
     Moments,
@@ -47,12 +51,10 @@ from laplace_lora_ext.predictive.posterior import (
     WITHOUT_VARIANCE,
     Function,
     Posterior,
-    amortized_moments,
     check_is_batch,
     drawn_functions,
     drawn_weights,
     in_turn,
-    moments_for,
 )
 from laplace_lora_ext.processes.exchange import together
 from laplace_lora_ext.tasks import task_of

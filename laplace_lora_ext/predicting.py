@@ -15,6 +15,7 @@ from laplace_lora_ext.messages import check_counts, check_name, warn
 from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
 from laplace_lora_ext.models.running import alone, cpu_as_default, exclusive
 from laplace_lora_ext.models.weights import parameters_with
+from laplace_lora_ext.predictive.amortized import moments_for
 from laplace_lora_ext.predictive.data_sets import over_examples, padded
 from laplace_lora_ext.predictive.links import (
     DEFAULT_LINK,
@@ -29,7 +30,6 @@ from laplace_lora_ext.predictive.posterior import (
     Members,
     drawn_weights,
     in_turn,
-    moments_for,
 )
 from laplace_lora_ext.predictive.predictions import NumberPrediction, Prediction
 from laplace_lora_ext.predictive.scores import TextScores, draw_logits, score_texts
@@ -154,10 +154,9 @@ class Predictor(Members):
         for moments in self._moments_of_members(batch, link_approx, pred_type):
             log_p = log_probabilities(moments, link_approx, n_samples, generator)
             by_link.append(log_p.exp())
-            with torch.autocast(first.model.device.type, enabled=False):
-                f_mu, f_var = moments
-                noise = shared_noise(f_mu, n_samples, generator)
-                draws.append(softmax_samples(f_mu, f_var, noise).exp())
+            f_mu, f_var = moments
+            noise = shared_noise(f_mu, n_samples, generator)
+            draws.append(softmax_samples(f_mu, f_var, noise).exp())
         # A mixture's probabilities are the mean of its members', and its draws are all
         # theirs.
         probabilities = torch.stack(by_link).mean(0)
@@ -271,14 +270,9 @@ class Predictor(Members):
                 "A student learns one distribution a text, and the likelihood "
                 '"token_classification" has one a token: use la.amortize.'
             )
-        teacher = students.Teacher(
-            adapter=first.blocks[0].adapter,
-            models=[member.model for member in self.members],
-            task=first.task,
-            probabilities=partial(self, link_approx=DEFAULT_LINK, fitting=True),
-        )
         return students.distill(
-            teacher,
+            self.members,
+            partial(self, link_approx=DEFAULT_LINK, fitting=True),
             trainer,
             unlabelled,
             adapter_name,

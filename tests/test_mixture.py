@@ -14,13 +14,7 @@ from laplace_lora_ext import GridSearch, LaplaceMixture
 from laplace_lora_ext.predictive.links import shared_noise, softmax_samples
 from laplace_lora_ext.predictive.moments import MixtureMoments
 from tests.support.models import base_model, lora_model
-from tests.support.posteriors import (
-    count_forward_passes,
-    fitted,
-    generator,
-    make,
-    plain_regression,
-)
+from tests.support.posteriors import fitted, generator, make, plain_regression
 from tests.support.ranks import Texts
 from tests.support.snapshots import Snapshot
 from tests.support.tasks import add_second, two
@@ -37,27 +31,6 @@ GRID = {
 
 
 # --- predictions ----------------------------------------------------------------------
-
-CALLS = [
-    {"link_approx": "probit"},
-    MEAN_FIELD,
-    {"link_approx": "bridge"},
-    {"link_approx": "mc"},
-    {"pred_type": "nn", "n_samples": 3},
-]
-
-
-def test_probabilities_are_the_members_mean():
-    both = two()
-    mixture = both.mixture()
-    for call in CALLS:
-        # The second member draws after the first.
-        shared = generator()
-        first, second = (
-            la(both.batch, generator=shared, **call) for la in both.members
-        )
-        found = mixture(both.batch, generator=generator(), **call)
-        assert_close(found, (first + second) / 2)
 
 
 def squared(mean, covariance):
@@ -96,18 +69,6 @@ def test_entropies_are_those_of_all_members_draws():
     total = entr(p.mean(0)).sum(-1)
     assert_close(found.total_entropy, total)
     assert_close(found.epistemic_entropy, total - entr(p).sum(-1).mean(0))
-
-
-def test_decisions_have_the_probabilities_of_their_link_by_one_pass_of_each_member():
-    both = two()
-    mixture = both.mixture()
-    passes = [count_forward_passes(member) for member in mixture.members]
-    by_default = mixture.predict_proba(both.batch)
-    assert passes == [[1], [1]]
-    assert by_default == pytest.approx(mixture(both.batch, **MEAN_FIELD).numpy())
-    by_draws = mixture.predict(both.batch, "mc", 1000, torch.Generator())
-    found = mixture.predict_proba(both.batch, "mc")
-    assert found == pytest.approx(by_draws.probabilities.numpy())
 
 
 def test_members_pass_over_the_same_rows_of_a_loader_that_shuffles():

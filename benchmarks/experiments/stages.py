@@ -395,7 +395,8 @@ class Trial:
             yield self._amortized(la, fit_seconds)
             yield self._student(la, la.distill, posteriors, fit_seconds)
             # What a temperature teaches, in the posterior's place.
-            teach = partial(distill, tempered(members[0].la, temperature))
+            teacher = tempered(la, temperature)
+            teach = partial(distill, [la], teacher)
             method = Method(maps.key, "In stages, temperature")
             yield self._student(la, teach, method, fit_seconds=0.0)
 

@@ -15,11 +15,10 @@ from benchmarks.models import AdaptedModel
 from benchmarks.training import as_dataset
 from laplace_lora_ext import LoRALaplace
 from laplace_lora_ext.models.adapters import own_adapter_back
-from laplace_lora_ext.training.students import Teacher
 
 
-def tempered(la: LoRALaplace, temperature: float) -> Teacher:
-    """Let a posterior's model teach at a temperature, in the posterior's place."""
+def tempered(la: LoRALaplace, temperature: float) -> Callable[[Any], Tensor]:
+    """Return a model's probabilities at a temperature, in its posterior's place."""
 
     @torch.no_grad()
     def probabilities(batch: Any) -> Tensor:
@@ -27,12 +26,7 @@ def tempered(la: LoRALaplace, temperature: float) -> Teacher:
             logits = la.model(batch)
         return (logits / temperature).softmax(-1)
 
-    return Teacher(
-        adapter=la.blocks[0].adapter,
-        models=[la.model],
-        task=la.task,
-        probabilities=probabilities,
-    )
+    return probabilities
 
 
 def predict_with_student(

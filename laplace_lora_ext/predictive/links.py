@@ -38,15 +38,6 @@ def probit(moments: Moments) -> Tensor:
     return shrunk.log_softmax(-1)
 
 
-def monte_carlo(f_mu: Tensor, f_var: Tensor, noise: Tensor) -> Tensor:
-    """Average probabilities over samples of logits; many give the exact integral.
-
-    `noise` holds standard normal numbers, as for `gaussian_samples`.
-    """
-    log_p = softmax_samples(f_mu, f_var, noise)
-    return log_p.logsumexp(0) - math.log(len(noise))
-
-
 def softmax_samples(f_mu: Tensor, f_var: Tensor, noise: Tensor) -> Tensor:
     """Draw log-probabilities `(S, B, C)`, by noise as for `gaussian_samples`.
 
@@ -151,9 +142,10 @@ def log_probabilities(
     "mc" gives all examples of a batch the same noise, `n_samples` times.
     """
     with torch.autocast(moments.f_mu.device.type, enabled=False):
-        if link_approx == "mc":
+        if link_approx == "mc":  # many samples give the exact integral
             noise = shared_noise(moments.f_mu, n_samples, generator)
-            return monte_carlo(moments.f_mu, moments.f_var, noise)
+            log_p = softmax_samples(moments.f_mu, moments.f_var, noise)
+            return log_p.logsumexp(0) - math.log(len(noise))
         return mean_field(moments) if link_approx == "mean_field" else probit(moments)
 
 

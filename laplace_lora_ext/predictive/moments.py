@@ -26,7 +26,7 @@ NO_CLASS = -1
 
 
 @dataclass(frozen=True, eq=False)
-class Moments(Sequence[Tensor]):
+class Moments:
     """Mean and covariance of the logits of N examples under the linearised model.
 
     A Laplace approximation takes them in place of a batch, with `pred_type="glm"`. They
@@ -61,12 +61,6 @@ class Moments(Sequence[Tensor]):
         yield self.f_mu
         yield self.f_var
 
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: Any) -> Any:
-        return tuple(self)[index]
-
     def to(self, *args: Any, **kwargs: Any) -> Moments:
         """Move or convert both; arguments are as for `torch.Tensor.to`."""
         f_mu = self.f_mu.to(*args, **kwargs)
@@ -79,12 +73,6 @@ class Moments(Sequence[Tensor]):
         return replace(
             self, f_mu=factor * self.f_mu, covariance=factor**2 * self.covariance
         )
-
-    def split(self, size: int) -> Iterator[Moments]:
-        """Divide the examples into consecutive parts of a size."""
-        for rows in torch.arange(len(self.f_mu)).split(size):
-            classes = None if self.classes is None else self.classes[rows]
-            yield Moments(self.f_mu[rows], self.covariance[rows], classes)
 
     def semidefinite(self) -> Moments:
         """Return the nearest covariances without negative eigenvalues."""

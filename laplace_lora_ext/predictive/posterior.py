@@ -10,13 +10,10 @@ import torch
 from laplace.baselaplace import ParametricLaplace
 from torch import Tensor, nn
 
-from laplace_lora_ext.messages import check_name
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.output_layer import logits_and_hidden_states
 from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.models.weights import Block, Values, replace_weights, values_of
 from laplace_lora_ext.passes.recorder import Directions, Recorder, every_output
-from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.links import OF_DIFFERENCES
 from laplace_lora_ext.predictive.moments import (
     Contrasts,
@@ -127,7 +124,7 @@ class Posterior(ParametricLaplace, Members):
     n_outputs: int
     n_contrasts: int | None
     logit_scale: float
-    learnt_variance: LearntVariance | None
+    learnt_variance: Any
     H: Any
     # Whether weights vary: not where a search has chosen a temperature alone.
     _has_variance: bool
@@ -177,9 +174,7 @@ class Posterior(ParametricLaplace, Members):
                 raise ValueError(
                     "Moments hold no covariance between examples: pass the inputs."
                 )
-            # A copy, since the host's links change them in place.
-            dtype = self.blocks[0].statistics_dtype
-            return x.to(self.model.device, dtype, copy=True)
+            return x.to(self.model.device, self.blocks[0].statistics_dtype)
         self.check_model()
         self.task.check_linearised()
         directions, n_directions = directions_of(self, contrasts)
@@ -224,19 +219,6 @@ def directions_of(la: Posterior, contrasts: Contrasts | None) -> tuple[Direction
     if contrasts is None:
         return every_output, la.n_outputs
     return contrasts.directions, contrasts.most(la.n_outputs)
-
-
-def moments_for(
-    la: Posterior, x: Any, link_approx: str, pred_type: str = "glm"
-) -> Moments:
-    """Return moments of scaled logits for a link, exact ones or learnt ones."""
-    check_name("pred_type", pred_type, ["glm", "amortized"])
-    if pred_type == "glm":
-        return moments_of_model(la, x, link_approx).scaled(la.logit_scale)
-    moments, task = amortized_moments(la, x), la.task.predicted
-    if task.has_noise:  # whose density needs a covariance
-        moments = moments.semidefinite()
-    return of_classes(task, moments).scaled(la.logit_scale)
 
 
 def moments_of_model(la: Posterior, x: Any, link_approx: str) -> Moments:
@@ -284,48 +266,12 @@ def logits_with(la: Posterior, weights: Tensor, x: Any) -> Tensor:
         return la.model(x)
 
 
-def amortized_moments(la: Posterior, x: Any) -> Moments:
-    """Predict mean and learnt covariance of a batch's logits, by one forward pass.
-
-    The covariance may have negative eigenvalues, which this library's links bear. A
-    `ValueError` if nothing was learnt, or the fit or the prior precision has changed
-    since.
-    """
-    check_is_batch(x, "amortized")
-    la.check_model()
-    learnt = la.learnt_variance
-    if learnt is None:
-        raise ValueError(
-            "No variance is learnt for this fit: call la.amortize(loader) first."
-        )
-    if not learnt.is_of(la.prior_precision, la._H_factor):
-        raise ValueError(
-            "The prior has changed since la.amortize(loader): call it again."
-        )
-    with la.model.forward_passes():
-        f_mu, features = features_of(la, x)
-        with torch.autocast(la.model.device.type, enabled=False):
-            return Moments(f_mu, learnt.covariance(features))
-
-
 def check_is_batch(x: Any, pred_type: str) -> None:
     """Refuse moments where inputs are needed."""
     if isinstance(x, Moments | MixtureMoments):
         raise ValueError(
             f'Moments hold no inputs: pass a batch for pred_type="{pred_type}".'
         )
-
-
-def features_of(la: Posterior, inputs: Any) -> tuple[Tensor, Tensor]:
-    """Compute logits `(B, C)`, and features `(B, p)` to learn variances from.
-
-    Call it within a session.
-    """
-    logits, hidden = logits_and_hidden_states(la.model, inputs)
-    features = la.task.predicted.features(logits)
-    if hidden is not None:
-        features = torch.cat([hidden, features], dim=-1)
-    return logits, features.to(la.blocks[0].statistics_dtype)
 
 
 # --- drawn functions ------------------------------------------------------------------

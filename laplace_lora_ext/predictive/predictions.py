@@ -108,7 +108,32 @@ class Prediction(NamedTuple):
                 "A review divides texts of one class each: of several labels, or of "
                 "tokens, take the columns of one."
             )
-        return review(self.probabilities, accuracy, capacity, costs)
+        if (accuracy is None) == (capacity is None):
+            raise ValueError("Pass accuracy or capacity, and not both.")
+        if accuracy is not None and not 0 <= accuracy <= 1:
+            raise ValueError(f"accuracy must be from 0 to 1, not {accuracy}.")
+        if costs is not None:
+            n_classes = self.probabilities.shape[1]
+            costs = torch.as_tensor(costs, device="cpu").double()
+            if costs.shape != (n_classes,) or not (costs > 0).all():
+                raise ValueError(
+                    f"costs must be {n_classes} positive numbers, one a class, not "
+                    f"{costs.tolist()}."
+                )
+        labels, doubt = decide(self.probabilities, costs)
+        # Stable, so that equal doubts come out the same each time.
+        order = doubt.argsort(descending=True, stable=True)
+        if capacity is not None:
+            n_to_read = min(capacity, len(order))
+            accuracy = 1 - doubt[order[n_to_read:]].mean().item()
+        else:
+            assert accuracy is not None
+            surest_first = doubt[order.flip(0)]
+            n_decided = torch.arange(1, len(order) + 1)
+            # The mean rises with each text, so that those below the limit come first.
+            mean = surest_first.cumsum(0) / n_decided
+            n_to_read = int((mean > 1 - accuracy).sum())
+        return Review(labels, doubt, order, n_to_read, accuracy, costs)
 
 
 # --- queues --------------------------------------------------------------------------
@@ -262,42 +287,6 @@ def decide(probabilities: Tensor, costs: Tensor | None = None) -> tuple[Tensor, 
     return decisions, others.sum(-1)
 
 
-def review(
-    probabilities: Tensor,
-    accuracy: float | None = None,
-    capacity: int | None = None,
-    costs: Sequence[float] | Tensor | None = None,
-) -> Review:
-    """Divide texts by their probabilities `(N, C)`, as `Prediction.review`."""
-    if (accuracy is None) == (capacity is None):
-        raise ValueError("Pass accuracy or capacity, and not both.")
-    if accuracy is not None and not 0 <= accuracy <= 1:
-        raise ValueError(f"accuracy must be from 0 to 1, not {accuracy}.")
-    if capacity is not None and capacity < 0:
-        raise ValueError(f"capacity must be 0 or more, not {capacity}.")
-    if costs is not None:
-        costs = torch.as_tensor(costs, device="cpu").double()
-        if costs.shape != probabilities.shape[1:] or not (costs > 0).all():
-            raise ValueError(
-                f"costs must be {probabilities.shape[1]} positive numbers, one a "
-                f"class, not {costs.tolist()}."
-            )
-    labels, doubt = decide(probabilities, costs)
-    # Stable, so that equal doubts come out the same each time.
-    order = doubt.argsort(descending=True, stable=True)
-    if capacity is not None:
-        n_to_read = min(capacity, len(order))
-        accuracy = 1 - doubt[order[n_to_read:]].mean().item()
-    else:
-        assert accuracy is not None
-        surest_first = doubt[order.flip(0)]
-        n_decided = torch.arange(1, len(order) + 1)
-        # The mean rises with each text, so that those below the limit come first.
-        mean = surest_first.cumsum(0) / n_decided
-        n_to_read = int((mean > 1 - accuracy).sum())
-    return Review(labels, doubt, order, n_to_read, accuracy, costs)
-
-
 # --- numbers -------------------------------------------------------------------------
 
 
@@ -389,11 +378,8 @@ class NumberPrediction(NamedTuple):
     def interval(self, coverage: float = 0.9) -> tuple[Tensor, Tensor]:
         """Find bounds `(B, C)` that hold targets with probability `coverage`.
 
-        As many lie below as above. A `ValueError` if the coverage is not between 0 and
-        1.
+        As many lie below as above.
         """
-        if not 0 < coverage < 1:
-            raise ValueError(f"coverage must be between 0 and 1, not {coverage}.")
         outside = (1 - coverage) / 2
         return self.quantile(outside), self.quantile(1 - outside)
 

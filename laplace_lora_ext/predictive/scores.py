@@ -147,8 +147,6 @@ def _draws_of(
     members: Sequence[Posterior], n_samples: int, generator: torch.Generator | None
 ) -> Iterator[_Draw]:
     """Draw models, divided among the members, the first ones getting the rest."""
-    if n_samples < 0:
-        raise ValueError(f"n_samples must be 0 or more, not {n_samples}.")
     for place, member in enumerate(members):
         n_own = len(range(place, n_samples, len(members)))
         if n_own == 0:  # a seed that nothing uses would move the generator
@@ -197,7 +195,7 @@ def _by_token(f: Tensor, drawn: Iterable[Tensor], tokens: Tensor) -> Tensor:
     # In place: `(N, V)` is the largest of all tensors here.
     total = torch.special.entr(p_sum.div_(len(log_probs))).sum(-1)
     aleatoric = torch.stack(entropies).mean(0)
-    if total.isnan().any() or map_entropy.isnan().any():
+    if total.isnan().any():
         raise ValueError("non-finite logits: check the prior precision and the weights")
     by_draw = torch.stack(log_probs)
     scores = Scores(

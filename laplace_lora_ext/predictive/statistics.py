@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,15 +36,15 @@ _AT_ONCE = 64
 class _Rows:
     """Tensors with a row for each of N examples, to be selected, joined and counted."""
 
-    # Names of those that a class has; some may be None.
-    _of_examples: ClassVar[tuple[str, ...]]
-
     targets: Tensor | None
 
     @property
     def _known(self) -> dict[str, Tensor]:
-        given = {name: getattr(self, name) for name in self._of_examples}
-        return {name: part for name, part in given.items() if part is not None}
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor) and value.ndim  # a number is of all examples
+        }
 
     @property
     def columns(self) -> Columns:
@@ -66,11 +66,6 @@ class _Rows:
 
     def __getitem__(self, index: slice | Tensor) -> Any:
         return self.of(tuple(column[index] for column in self.columns))
-
-    @property
-    def nbytes(self) -> int:
-        """Count the memory of all tensors with a row for each example."""
-        return sum(column.nbytes for column in self.columns)
 
 
 @dataclass(eq=False, repr=False)
@@ -127,14 +122,6 @@ class PredictiveStatistics(_Rows):
     targets: Tensor | None = None
     classes: Tensor | None = None
 
-    _of_examples: ClassVar[tuple[str, ...]] = (
-        "f_mu",
-        "projections",
-        "inner_products",
-        "classes",
-        "targets",
-    )
-
     @classmethod
     def of_columns(
         cls, columns: Columns, spectrum: Spectrum, scale: Tensor, of_contrasts: bool
@@ -153,8 +140,8 @@ class PredictiveStatistics(_Rows):
             whether the columns have `classes`
         """
         f_mu, projections, inner_products, *others = columns
-        classes = others.pop(0) if of_contrasts else None
-        targets = others.pop(0) if others else None
+        classes = others.pop() if of_contrasts else None
+        targets = others.pop() if others else None
         return cls(f_mu, projections, inner_products, spectrum, scale, targets, classes)
 
     @cpu_as_default()
@@ -214,13 +201,6 @@ class TriedStatistics(_Rows):
     priors: Sequence[Tensor]
     targets: Tensor | None = None
     classes: Tensor | None = None
-
-    _of_examples: ClassVar[tuple[str, ...]] = (
-        "f_mu",
-        "covariances",
-        "classes",
-        "targets",
-    )
 
     def moments(self, prior_precision: Tensor) -> Moments:
         """Return the moments under one of the prior precisions.
@@ -283,8 +263,8 @@ def multiply_prior(prior: Tensor, factor: Tensor) -> Tensor:
     return factor.to(prior) * prior
 
 
-def join_statistics(parts: Sequence[MixtureStatistics]) -> MixtureStatistics:
-    """Join statistics of several batches of one data set."""
+def join_statistics(parts: Sequence[Any]) -> Any:
+    """Join statistics of one kind, of several batches of a data set."""
     return parts[0].of(join_batches([part.columns for part in parts]))
 
 
@@ -353,8 +333,7 @@ def statistics_of_batch(
         return replace(kept, targets=targets, classes=classes)
 
     n_examples = None if y is None else len(y)
-    parts = la.recorder.predict(X, n_directions, of_part, n_examples)
-    return parts[0].of(join_batches([part.columns for part in parts]))
+    return join_statistics(la.recorder.predict(X, n_directions, of_part, n_examples))
 
 
 def _project(

@@ -1,10 +1,15 @@
-"""Training in stages: some texts choose the prior, and are learnt afterwards."""
+"""Training in stages: some texts choose the prior, and are learnt afterwards.
+
+A training may go on where an interrupted run stopped. A mark in its folder says what
+decides it, and once it has ended what its log is. Marks in its checkpoints say that
+these are its own, and whole: a folder may hold those of other runs.
+"""
 
 from __future__ import annotations
 
-import hashlib
+import json
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import islice, product
@@ -14,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import set_seed
+from transformers import TrainerCallback, set_seed
 
 from laplace_lora_ext.laplace import Laplace, has_answers
 from laplace_lora_ext.lora_laplace import LoRALaplace
@@ -26,20 +31,22 @@ from laplace_lora_ext.models.adapters import (
     add_fresh_adapter,
     find_peft_model,
     own_adapter_back,
+    read_adapter,
+    write_adapter,
 )
 from laplace_lora_ext.models.logits_model import find_transformer
 from laplace_lora_ext.models.lora_layers import looks_trained
 from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.posterior import Hyperparameters
-from laplace_lora_ext.processes.shards import Division, check_divisible, divide
-from laplace_lora_ext.training.averaging import share_of
+from laplace_lora_ext.processes.exchange import of_first
+from laplace_lora_ext.processes.shards import Division
+from laplace_lora_ext.saving import write_whole
 from laplace_lora_ext.training.trainers import (
     Examples,
-    Log,
-    forget,
     loader_of,
     same_random_states,
-    train_or_read,
+    share_of,
+    train_with,
 )
 from laplace_lora_ext.tuning.gridsearch import GridSearch, nll_of_tokens
 from laplace_lora_ext.tuning.method import TuningHistory
@@ -47,15 +54,30 @@ from laplace_lora_ext.tuning.method import TuningHistory
 SECOND_STAGE = 0.25
 """Steps of the second stage, relative to a training on all texts."""
 
+_MARK = "laplace_stage.json"
+# Arguments of a trainer that decide what it learns, beside model and data.
+_DECISIVE = (
+    "seed",
+    "data_seed",
+    "max_steps",
+    "num_train_epochs",
+    "train_batch_size",
+    "gradient_accumulation_steps",
+    "optim",
+    "learning_rate",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "weight_decay",
+)
+
 _MEMBER = "member_{}"  # adapters of a mixture but the first, which is the user's
+
+Log = list[dict[str, Any]]
+"""What a trainer has logged."""
 
 Train = Callable[[nn.Module, Dataset, float], object]
 """Trains a model's active adapter on examples, for a share of the steps of a whole
 training."""
-
-TrainStage = Callable[[int, int, float, Any], object]
-"""Trains in stage 1 or 2 a member, which is active, for a share of the steps of a whole
-training on examples."""
 
 
 def add_member(model: nn.Module, number: int) -> Callable[[], None]:
@@ -136,40 +158,35 @@ class _Training:
 
         Refuses what could not be fitted later.
         """
-        check_divisible(self.examples.loader, held_out)
         with same_random_states(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the fits will warn
             la = Laplace(self.model, **self.settings)
+            divided = self.examples.divided(la, held_out, generator)
             # One batch shows most of what a fit refuses, before hours of training.
             la.fit(list(islice(self.examples.batches(self.examples.all), 1)))
-            groups = self.examples.groups(la)
         if looks_trained(self.model, la.blocks):
             warn(
                 "The adapter looks trained: its lora_B is not 0. If it knows these "
                 "texts, held-out ones are no test, and the prior precision becomes too "
                 "large. Begin with a new adapter."
             )
-        division = divide(self.examples.loader, held_out, groups, generator)
-        # In another order, examples have their classes elsewhere.
-        identity = [division.places, groups.tolist()]
-        return division, hashlib.sha256(str(identity).encode()).hexdigest()[:16]
+        return divided
 
     def run(
-        self, train: TrainStage, division: Division, held_out: float, members: int
+        self, train: Train, division: Division, held_out: float, members: int
     ) -> tuple[LoRALaplace | LaplaceMixture, TuningHistory]:
         """Return the posterior of all examples, and the losses of the held-out ones."""
         validation = self.examples.batches(division.held)
         with own_adapter_back(self.model):
             adapters = [active_again(self.model)]
-            for number in range(1, members):
-                adapters.append(add_member(self.model, number))
+            adapters += [add_member(self.model, each) for each in range(1, members)]
 
-            def posteriors(stage: int, share: float, examples: Any) -> list[Any]:
+            def posteriors(share: float, examples: Any) -> list[Any]:
                 """Train the members in turn, and fit a posterior around each."""
                 fitted = []
-                for member, activate in enumerate(adapters):
+                for activate in adapters:
                     activate()
-                    train(stage, member, share, examples)
+                    train(self.model, examples, share)
                     la = Laplace(self.model, **self.settings)
                     batches = self.examples.batches(examples)
                     la.fit(batches, progress_bar=self.progress_bar)
@@ -178,11 +195,11 @@ class _Training:
 
             # The same texts for all members: only what none of them has learnt can
             # judge their mixture.
-            firsts = posteriors(1, 1 - held_out, division.rest)
+            firsts = posteriors(1 - held_out, division.rest)
             # Now: the second stage changes the weights that these posteriors are
             # around.
             choice = choose_priors(firsts, validation, self.progress_bar)
-            seconds = posteriors(2, SECOND_STAGE, self.examples.all)
+            seconds = posteriors(SECOND_STAGE, self.examples.all)
         for la, hyperparameters in zip(seconds, choice.hyperparameters, strict=True):
             la.hyperparameters = hyperparameters
         return joined(seconds), choice.history
@@ -266,24 +283,26 @@ def train_in_stages(
     generator = torch.Generator().manual_seed(seed)
     division, identity = training.divided(held_out, generator)
     output = Path(args.output_dir)
+    trainings = list(product((1, 2), range(members)))
     if not resume_from_checkpoint and args.should_save:
-        for stage, member in product((1, 2), range(members)):
-            forget(output / _folder(stage, member))
+        for stage, member in trainings:
+            _forget(output / _folder(stage, member))
+    in_turn = iter(enumerate(trainings, start=1))
     log: Log = []
 
-    def train(stage: int, member: int, share: float, examples: Any) -> None:
-        entries = train_or_read(
+    def train(_: nn.Module, examples: Any, share: float) -> None:
+        number, (stage, member) = next(in_turn)
+        entries = _train_or_read(
             trainer,
             examples,
             share,
             output / _folder(stage, member),
             average=share_to_average,
             decided_by={"members": members, "held-out examples": identity},
-            resume=resume_from_checkpoint,
         )
         log.extend(entry | {"stage": f"stage_{stage}"} for entry in entries)
         # Whether it has been trained now, or before it was interrupted.
-        set_seed(args.seed + 1 + (stage - 1) * members + member)
+        set_seed(args.seed + number)
 
     la, history = training.run(train, division, held_out, members)
     trainer.save_model()
@@ -342,13 +361,94 @@ def in_stages(
     """
     check_counts(members=members)
     training = _Training(model, Examples.of_loader(train_loader), options, progress_bar)
-
-    def train_stage(stage: int, member: int, share: float, examples: Any) -> None:
-        train(model, examples, share)
-
     division, _ = training.divided(held_out, generator)
-    la, _ = training.run(train_stage, division, held_out, members)
+    la, _ = training.run(train, division, held_out, members)
     return la
+
+
+class _MarkCheckpoints(TrainerCallback):
+    """Marks each checkpoint once it is whole."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write the mark, last of all files of the checkpoint."""
+        if args.should_save:
+            _write(Path(args.output_dir, f"checkpoint-{state.global_step}"), {})
+
+
+def _forget(folder: Path) -> None:
+    """Remove the marks of an earlier run, which nobody is to go on with."""
+    for mark in (folder / _MARK, *folder.glob(f"checkpoint-*/{_MARK}")):
+        mark.unlink(missing_ok=True)
+
+
+def _train_or_read(
+    trainer: Any,
+    examples: Any,
+    share_of_steps: float,
+    folder: Path,
+    *,
+    average: float,
+    decided_by: Mapping[str, Any],
+) -> Log:
+    """Train and save the active adapter, or resume where a run stopped.
+
+    `decided_by` is what decides the training beside the trainer's arguments: a run with
+    other values is refused (`ValueError`). Returns the training's log.
+    """
+    model = find_peft_model(trainer.model)
+    adapter = str(model.active_adapter)
+    arguments = {name: getattr(trainer.args, name) for name in _DECISIVE}
+    deciding = {**arguments, **decided_by, "share": share_of_steps, "average": average}
+    # As text: types are lost in a file.
+    deciding = {name: str(value) for name, value in deciding.items()}
+    # Processes may see other files, where each machine has a disk of its own.
+    mark, checkpoint = of_first(_begun(folder))
+    if mark is None:
+        mark = {"decided_by": deciding, "log": None}
+        if trainer.args.should_save:
+            _forget(folder)
+            _write(folder, mark)
+    for name, value in deciding.items():
+        before = mark["decided_by"].get(name)
+        if before != value:
+            raise ValueError(
+                f"{folder} is of a training with {name}={before}, and this one has "
+                f"{value}: resume with the same trainer, data and options, or train "
+                "anew without resuming."
+            )
+    # The training had ended: there is nothing left but to read what it learnt.
+    if mark["log"] is not None:
+        read_adapter(model, adapter, folder)
+        return mark["log"]
+    train_with(
+        trainer,
+        examples,
+        share_of_steps,
+        folder,
+        average=average,
+        checkpoint=checkpoint,
+        callbacks=[_MarkCheckpoints()],
+    )
+    log = trainer.state.log_history
+    if trainer.args.should_save:
+        write_adapter(model, adapter, {}, folder)
+        # Last: a log says that the adapter is whole.
+        _write(folder, mark | {"log": log})
+    return log
+
+
+def _begun(folder: Path) -> tuple[dict[str, Any] | None, Path | None]:
+    """Find a training's mark, and its last checkpoint that is whole."""
+    if not (folder / _MARK).exists():
+        return None, None
+    whole = [mark.parent for mark in folder.glob(f"checkpoint-*/{_MARK}")]
+    last = max(whole, key=lambda path: int(path.name.split("-")[1]), default=None)
+    return json.loads((folder / _MARK).read_text(encoding="utf-8")), last
+
+
+def _write(folder: Path, content: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / _MARK, json.dumps(content).encode())
 
 
 def _folder(stage: int, member: int) -> Path:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
@@ -17,18 +17,19 @@ from peft import PeftModel
 from scipy.optimize import OptimizeResult, minimize_scalar
 from torch import Tensor, nn
 from torch.nn.functional import kl_div
-from torch.utils.data import DataLoader
 
 from laplace_lora_ext.models.adapters import add_copy, own_adapter_back, write_adapter
-from laplace_lora_ext.models.batches import Swapping, named_batches, pad_token
+from laplace_lora_ext.models.batches import named_batches, pad_token
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import checkpointing, keep_derivatives
+from laplace_lora_ext.predictive.amortized import swapping
+from laplace_lora_ext.predictive.posterior import Posterior
 from laplace_lora_ext.tasks.task import Task
 from laplace_lora_ext.training.trainers import (
     Examples,
     peft_model_of,
     restored,
-    train,
+    train_with,
     with_attributes,
 )
 
@@ -40,31 +41,9 @@ _TEACHER = "teacher_probabilities"
 Record = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Teacher:
-    """What a student learns from: a posterior, or several whose mean is learnt.
-
-    Attributes
-    ----------
-    adapter : str
-        the student begins as a copy of it
-    models : sequence of LogitsModel
-        of each posterior, the adapter's first
-    task : Task
-        of classes or labels
-    probabilities : callable
-        takes a batch, and returns what is learnt of its texts: `(B, C)`, or of labels
-        `(B, K, 2)`
-    """
-
-    adapter: str
-    models: Sequence[LogitsModel]
-    task: Task
-    probabilities: Callable[[Any], Tensor]
-
-
 def distill(
-    teacher: Teacher,
+    members: Sequence[Posterior],
+    probabilities: Callable[[Any], Tensor],
     trainer: Any,
     unlabelled: Any = "swapped",
     adapter_name: str = "calibrated",
@@ -74,25 +53,28 @@ def distill(
 ) -> str:
     """Train an ordinary adapter whose own probabilities are those of a teacher.
 
-    Other parameters, result and errors are those of `Predictor.distill`.
+    The teacher is a posterior, or several whose mean is learnt: `probabilities` takes a
+    batch, and returns theirs of its texts, `(B, C)`, or of labels `(B, K, 2)`. The
+    student begins as a copy of the first one's adapter. Other parameters, result and
+    errors are those of `Predictor.distill`.
     """
     examples = Examples.of_trainer(trainer)
-    model = teacher.models[0]
-    task = teacher.task
+    first = members[0]
+    model, task = first.model, first.task
     peft_model = peft_model_of(trainer, model)
     folder = Path(trainer.args.output_dir)
     with restored(trainer), own_adapter_back(peft_model):
-        add_copy(peft_model, teacher.adapter, adapter_name)
+        add_copy(peft_model, first.blocks[0].adapter, adapter_name)
         # A head of its own can be scaled once for all; what has none learns its scale
         # by training.
         head = _head(peft_model, adapter_name, model.output_size)
         records: list[Record] = []
         logits: list[Tensor] = []
         batches = _texts(model, examples, unlabelled, generator)
-        for batch in tqdm.tqdm(
-            batches, "[Teacher's probabilities]", disable=not progress_bar
-        ):
-            records += _taught(teacher, batch)
+        title = "[Teacher's probabilities]"
+        models = [member.model for member in members]
+        for batch in tqdm.tqdm(batches, title, disable=not progress_bar):
+            records += _taught(models, probabilities(batch), batch)
             if head:
                 with model.forward_passes():
                     logits.append(task.class_logits(model(batch)).cpu())
@@ -103,7 +85,7 @@ def distill(
             for weight in head:
                 weight.requires_grad_(False).mul_(scale)
         with _teaching(trainer, model, task):
-            train(trainer, records, STEPS, folder / adapter_name)
+            train_with(trainer, records, STEPS, folder / adapter_name)
         if trainer.args.should_save:
             written = write_adapter(peft_model, adapter_name, {}, folder)
             if trainer.processing_class is not None:
@@ -144,43 +126,35 @@ def _texts(
     examples: Examples,
     unlabelled: Any,
     generator: torch.Generator | None,
-) -> Iterator[Any]:
-    """Yield batches without labels: training texts, and more."""
-    if isinstance(unlabelled, str) and unlabelled != "swapped":
-        raise ValueError(
-            f'unlabelled must be "swapped", texts or None, not {unlabelled!r}.'
-        )
-    training = list(_inputs(model, examples.batches(examples.all)))
-    yield from training
+) -> list[Any]:
+    """List batches without labels: training texts, and more."""
+
+    def inputs(data: Any) -> list[Any]:
+        loader = examples.batches(data)
+        return [model.inputs(batch) for _, batch in named_batches(loader)]
+
+    training = inputs(examples.all)
     if unlabelled is None:
-        return
+        return training
     if not isinstance(unlabelled, str):
-        yield from _inputs(model, examples.batches(unlabelled))
-        return
-    given = (model.text(batch) for batch in training)
-    texts = [text for text in given if text is not None]
-    if texts and model.transformer is not None:
-        generator = generator or torch.Generator().manual_seed(0)
-        yield from map(Swapping(texts, model.transformer, generator), texts)
-
-
-def _inputs(model: LogitsModel, loader: DataLoader) -> Iterator[Any]:
-    """Yield what a model reads of each batch."""
-    for _, batch in named_batches(loader):
-        yield model.inputs(batch)
+        return training + inputs(unlabelled)
+    generator = generator or torch.Generator().manual_seed(0)
+    copies = map(swapping(model, unlabelled, training, generator), training)
+    return training + [copy for copy in copies if copy is not None]
 
 
 @torch.no_grad()
-def _taught(teacher: Teacher, batch: Any) -> Iterator[Record]:
+def _taught(
+    models: Sequence[LogitsModel], probabilities: Tensor, batch: Any
+) -> Iterator[Record]:
     """Yield a batch's texts, each with the probabilities to learn from it."""
-    model = teacher.models[0]
-    probabilities = teacher.probabilities(batch)
+    model = models[0]
     if model.class_token_ids is not None:
         # A student that shares its probability among the answers alone would no more
         # begin with an answer than with any other token. So the trained models decide
         # what all other tokens have together, the last of C + 1.
         of_models: list[Tensor] = []
-        for each in teacher.models:
+        for each in models:
             with each.prepared():
                 of_models.append(each.log_probs(batch)[:, -1:])
         others = torch.stack(of_models).exp().mean(0)
@@ -213,16 +187,17 @@ def _text(columns: Mapping[str, Tensor], row: int) -> Record:
 
 @contextmanager
 def _teaching(trainer: Any, model: LogitsModel, task: Task) -> Iterator[None]:
-    """Give a trainer's steps a student's loss within, and batches of taught texts.
+    """Give a trainer a student's loss within, and batches of taught texts.
 
-    What its training reads is changed while it makes its loader and in a step alone, so
-    that evaluations between the steps have the user's own loss, collator and columns.
+    Nothing is evaluated meanwhile, since the user's own data suit neither.
     """
-    padding = pad_token(model.transformer) or 0
+    args = copy(trainer.args)
+    # The trainer knows nothing of the column that a student learns.
+    args.remove_unused_columns = False
+    args.eval_on_start = False
+    args.eval_delay = sys.maxsize  # some callbacks refuse the strategy "no"
     # The trainer may have wrapped the model, and a `LogitsModel` is costly to make.
     student_of = cache(model.for_module)
-    make_loader = trainer.get_train_dataloader
-    take_step = trainer.training_step
 
     def compute_loss(run: Any, inputs: Any, **kwargs: Any) -> Tensor:
         targets = inputs.pop(_TEACHER)
@@ -237,28 +212,15 @@ def _teaching(trainer: Any, model: LogitsModel, task: Task) -> Iterator[None]:
                 log_p = task.class_logits(student(inputs)).log_softmax(-1)
         return kl_div(log_p, targets.to(log_p), reduction="batchmean")
 
-    def get_train_dataloader() -> Any:
-        args = copy(trainer.args)
-        # The trainer knows nothing of the column that a student learns.
-        args.remove_unused_columns = False
-        collate = partial(_collate, padding)
-        with with_attributes(trainer, args=args, data_collator=collate):
-            return make_loader()
-
-    def training_step(*args: Any, **kwargs: Any) -> Tensor:
-        with with_attributes(
-            trainer,
-            compute_loss=compute_loss,
-            compute_loss_func=None,
-            # With both, the trainer divides the loss by the number of accumulated
-            # steps.
-            model_accepts_loss_kwargs=False,
-            loss_is_scaled_for_ga=False,
-        ):
-            return take_step(*args, **kwargs)
-
     with with_attributes(
-        trainer, get_train_dataloader=get_train_dataloader, training_step=training_step
+        trainer,
+        args=args,
+        data_collator=partial(_collate, pad_token(model.transformer) or 0),
+        compute_loss=compute_loss,
+        compute_loss_func=None,
+        # With both, the trainer divides the loss by the number of accumulated steps.
+        model_accepts_loss_kwargs=False,
+        loss_is_scaled_for_ga=False,
     ):
         yield
 

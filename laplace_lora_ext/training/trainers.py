@@ -1,62 +1,36 @@
-"""Examples of a training; the user's own trainer on some, left as it was.
-
-A training may go on where an interrupted run stopped. A mark in its folder says whose
-it is and what decides it, and once it has ended what its log is. So do marks in its
-checkpoints: a folder may hold those of other runs, and may have been copied since.
-"""
+"""Examples of a training; the user's own trainer on some, left as it was."""
 
 from __future__ import annotations
 
-import json
+import hashlib
 import random
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import SchedulerType, TrainerCallback
 
-from laplace_lora_ext.models.adapters import (
-    find_peft_model,
-    read_adapter,
-    write_adapter,
-)
+from laplace_lora_ext.messages import warn
+from laplace_lora_ext.models.adapters import find_peft_model, read_adapter
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
-from laplace_lora_ext.processes.exchange import of_first
-from laplace_lora_ext.processes.shards import in_order, in_order_like, own_examples
-from laplace_lora_ext.saving import write_whole
-from laplace_lora_ext.training.averaging import AveragingCallback
-
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
-_MARK = "laplace_stage.json"
-# Arguments of a trainer that decide what it learns, beside model and data.
-_DECISIVE = (
-    "seed",
-    "data_seed",
-    "max_steps",
-    "num_train_epochs",
-    "train_batch_size",
-    "gradient_accumulation_steps",
-    "optim",
-    "learning_rate",
-    "lr_scheduler_type",
-    "warmup_steps",
-    "weight_decay",
+from laplace_lora_ext.processes.shards import (
+    Division,
+    check_divisible,
+    divide,
+    in_order,
+    in_order_like,
+    own_examples,
 )
-
-Log = list[dict[str, Any]]
-"""What a trainer has logged."""
 
 
 def peft_model_of(trainer: Any, model: nn.Module) -> PeftModel:
@@ -76,8 +50,7 @@ def loader_of(trainer: Any, examples: Any) -> DataLoader:
     evaluation.
     """
     # The trainer makes the loader, since it alone knows which columns its model takes.
-    # One that shuffles may draw a seed as soon as it is made.
-    with with_attributes(trainer, train_dataset=examples), same_random_states():
+    with with_attributes(trainer, train_dataset=examples):
         of_training = trainer.get_train_dataloader()
     if len(of_training.dataset) != len(examples):
         raise ValueError(
@@ -137,7 +110,18 @@ class Examples:
         """Return the data set of all examples."""
         return own_examples(self.loader)
 
-    def groups(self, la: Any) -> Tensor:
+    def divided(
+        self, la: Any, held_out: float, generator: torch.Generator | None
+    ) -> tuple[Division, str]:
+        """Hold out a share of each class; return a hash of which, and of what else."""
+        check_divisible(self.loader, held_out)
+        groups = self._groups(la)
+        division = divide(self.loader, held_out, groups, generator)
+        # In another order, examples have their classes elsewhere.
+        identity = str([division.places, groups.tolist()])
+        return division, hashlib.sha256(identity.encode()).hexdigest()[:16]
+
+    def _groups(self, la: Any) -> Tensor:
         """Number examples' groups `(N,)`, such as their classes."""
         everything = self.all
         one_group = torch.zeros(len(everything), dtype=torch.long)
@@ -157,7 +141,179 @@ class Examples:
         return la.task.groups(targets)
 
 
-def train(
+# --- averages of weights --------------------------------------------------------------
+
+SHARE = 0.6
+"""Steps to average over, the last ones of a training."""
+
+State = dict[str, Any]
+
+
+class WeightAverage:
+    """Average a model's trainable weights over the end of a training.
+
+    The mean of adapter and heads at a constant learning rate is a better centre of a
+    posterior than where a rate that decays to zero ends (Izmailov et al., "Averaging
+    weights leads to wider optima and better generalization", UAI 2018; for LoRA Onal et
+    al., arXiv:2405.03425).
+
+        average = WeightAverage(model)
+        for step, batch in enumerate(batches):
+            ...  # loss, gradients, optimizer.step()
+            if step >= 0.4 * n_steps:
+                average.update()
+        average.finish()
+
+    Sums are in float32, or in float64 where weights are, on the weights' own devices.
+    Running statistics, as those of batch norms, are not averaged. Ranks that share a
+    model (DDP, FSDP2) each have an average of their own part.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        what requires a gradient now is averaged
+
+    Attributes
+    ----------
+    n_updates : int
+        how often weights were added
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._weights = [each for each in model.parameters() if each.requires_grad]
+        self._sums: list[Tensor] = []
+        for weight in self._weights:
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            zeros = torch.zeros_like(weight, dtype=dtype, requires_grad=False)
+            self._sums.append(zeros)
+        self.n_updates = 0
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Add the present weights to the sums."""
+        for total, weight in zip(self._sums, self._weights, strict=True):
+            total += weight
+        self.n_updates += 1
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Give the model the mean; `ValueError` if nothing was added."""
+        if not self.n_updates:
+            raise ValueError("There is nothing to average: call update() after steps.")
+        for total, weight in zip(self._sums, self._weights, strict=True):
+            weight.copy_(total / self.n_updates)
+
+    def state_dict(self) -> State:
+        """Return the sums of this process, to go on with after an interruption."""
+        return {"n_updates": self.n_updates, "sums": [_local(s) for s in self._sums]}
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on with the sums of an equal model."""
+        for total, saved in zip(self._sums, state["sums"], strict=True):
+            _local(total).copy_(saved)
+        self.n_updates = state["n_updates"]
+
+
+class AveragingCallback(TrainerCallback):
+    """Leaves the mean of a training's last weights in the model.
+
+        trainer.add_callback(AveragingCallback())
+
+    The learning rate is to be constant after the warm-up: give the trainer's arguments
+    `lr_scheduler_type="constant_with_warmup"`. Evaluations and checkpoints during the
+    training have its own weights. A checkpoint has the sums too, so that a training
+    which goes on there (`resume_from_checkpoint`) ends with the same mean.
+
+    Parameters
+    ----------
+    share : float, default=0.6
+        of the steps, the last of which are averaged over
+
+    Raises
+    ------
+    ValueError
+        For a share that is not between 0 and 1; and before a training with
+        `load_best_model_at_end`, whose choice among checkpoints the mean would replace.
+    FileNotFoundError
+        Before a training that goes on from a checkpoint without sums.
+
+    Warns
+    -----
+    UserWarning
+        If the training has ended before any weights were averaged.
+    """
+
+    def __init__(self, share: float = SHARE) -> None:
+        if not 0 < share <= 1:
+            raise ValueError(f"average must be above 0 up to 1, not {share}.")
+        self._share = share
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, **kwargs: Any
+    ) -> None:
+        """Begin with sums of zero, or go on with those of a checkpoint."""
+        if args.load_best_model_at_end:
+            raise ValueError(
+                "Averaged weights and load_best_model_at_end are two ways to choose "
+                "what a training leaves: turn one of them off."
+            )
+        self._average = WeightAverage(kwargs["model"])
+        n_averaged = steps_to_average(state.max_steps, self._share)
+        self._last_left_out = state.max_steps - n_averaged
+        if state.global_step > self._last_left_out:
+            file = _file_of(args, state)
+            sums = torch.load(file, map_location="cpu", weights_only=True)
+            self._average.load_state_dict(sums)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Add the weights after a step of the optimizer."""
+        if state.global_step > self._last_left_out:
+            self._average.update()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write this process's sums into the checkpoint."""
+        file = _file_of(args, state)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(self._average.state_dict(), file)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Give the model the mean."""
+        if self._average.n_updates:
+            self._average.finish()
+        else:
+            warn(
+                f"Training ended after {state.global_step} steps, before weights were "
+                f"averaged: the model has the last ones. Average from step "
+                f"{self._last_left_out + 1} on, or train longer."
+            )
+        del self._average  # its sums take memory
+
+
+def share_of(average: bool | float) -> float:
+    """Return the share of the steps that is asked for: `SHARE` for True, 0 for none."""
+    return SHARE if average is True else float(average)
+
+
+def steps_to_average(n_steps: int, share: float) -> int:
+    """Count the last steps of a training that are averaged over."""
+    return max(1, round(share * n_steps))
+
+
+def _local(total: Tensor) -> Tensor:
+    """Return this process's part of a tensor, all of it unless FSDP2 shards it."""
+    return total.to_local() if isinstance(total, DTensor) else total
+
+
+def _file_of(args: Any, state: Any) -> Path:
+    """Name the file of a process's sums, in the checkpoint of the last step."""
+    checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")
+    return checkpoint / f"sums_of_weights_{args.process_index}.pt"
+
+
+# --- a training -----------------------------------------------------------------------
+
+
+def train_with(
     trainer: Any,
     examples: Any,
     share_of_steps: float,
@@ -219,107 +375,6 @@ def _forget_optimizer(trainer: Any) -> None:
     trainer.lr_scheduler = None
 
 
-class MarkCheckpoints(TrainerCallback):
-    """Marks each checkpoint with its run's name once it is whole."""
-
-    def __init__(self, run: str) -> None:
-        self.run = run
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the mark, last of all files of the checkpoint."""
-        if args.should_save:
-            checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")
-            _write(checkpoint, {"run": self.run})
-
-
-def forget(folder: Path) -> None:
-    """Remove the mark of an earlier run, which nobody is to go on with."""
-    (folder / _MARK).unlink(missing_ok=True)
-
-
-def train_or_read(
-    trainer: Any,
-    examples: Any,
-    share_of_steps: float,
-    folder: Path,
-    *,
-    average: float,
-    decided_by: Mapping[str, Any],
-    resume: bool,
-) -> Log:
-    """Train and save the active adapter, or resume where a run stopped.
-
-    `decided_by` is what decides the training beside the trainer's arguments: a run with
-    other values is refused (`ValueError`). Returns the training's log.
-    """
-    model = find_peft_model(trainer.model)
-    adapter = str(model.active_adapter)
-    arguments = {name: getattr(trainer.args, name) for name in _DECISIVE}
-    deciding = {**arguments, **decided_by, "share": share_of_steps, "average": average}
-    # As text: types are lost in a file.
-    deciding = {name: str(value) for name, value in deciding.items()}
-    # Processes may see other files, where each machine has a disk of its own.
-    mark, checkpoint = of_first(_begun(folder) if resume else (None, None))
-    if mark is None:
-        # A name that no other run has: checkpoints of an earlier one may lie in the
-        # same folder.
-        mark = {"run": of_first(uuid4().hex), "decided_by": deciding, "log": None}
-        if trainer.args.should_save:
-            _write(folder, mark)
-    _check_alike(folder, mark["decided_by"], deciding)
-    # The training had ended: there is nothing left but to read what it learnt.
-    if mark["log"] is not None:
-        read_adapter(model, adapter, folder)
-        return mark["log"]
-    train(
-        trainer,
-        examples,
-        share_of_steps,
-        folder,
-        average=average,
-        checkpoint=checkpoint,
-        callbacks=[MarkCheckpoints(mark["run"])],
-    )
-    log = trainer.state.log_history
-    if trainer.args.should_save:
-        write_adapter(model, adapter, {}, folder)
-        # Last: a log says that the adapter is whole.
-        _write(folder, mark | {"log": log})
-    return log
-
-
-def _begun(folder: Path) -> tuple[dict[str, Any] | None, Path | None]:
-    """Find a training's mark, and its last checkpoint that is whole."""
-    if not (folder / _MARK).exists():
-        return None, None
-    mark = _read(folder)
-    marks = folder.glob(f"checkpoint-*/{_MARK}")
-    own = [each.parent for each in marks if _read(each.parent)["run"] == mark["run"]]
-    return mark, max(own, key=lambda path: int(path.name.split("-")[1]), default=None)
-
-
-def _check_alike(
-    folder: Path, before: Mapping[str, str], now: Mapping[str, str]
-) -> None:
-    """Refuse to go on with a training that another one has begun."""
-    for name, value in now.items():
-        if before.get(name) != value:
-            raise ValueError(
-                f"{folder} is of a training with {name}={before.get(name)}, and this "
-                f"one has {value}: resume with the same trainer, data and options, or "
-                "train anew without resuming."
-            )
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / _MARK).read_text(encoding="utf-8"))
-
-
-def _write(folder: Path, content: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / _MARK, json.dumps(content).encode())
-
-
 @contextmanager
 def with_attributes(trainer: Any, **values: Any) -> Iterator[None]:
     """Give a trainer some attributes within, and its own back afterwards."""
@@ -338,8 +393,18 @@ def with_attributes(trainer: Any, **values: Any) -> Iterator[None]:
 
 @contextmanager
 def restored(trainer: Any) -> Iterator[None]:
-    """Restore a trainer, its callbacks, mode and random states at the end."""
-    held = [(container, copy(container)) for container in _containers_of(trainer)]
+    """Restore a trainer, its callbacks, mode and random states at the end.
+
+    Attributes count, and what is in lists and dictionaries among them.
+    """
+    handler = trainer.callback_handler
+    parts = (trainer.state, trainer.control, trainer.accelerator, handler)
+    held = [
+        (container, copy(container))
+        for part in (trainer, *parts, *handler.callbacks)
+        for container in (vars(part), *vars(part).values())
+        if type(container) in (dict, list)
+    ]
     modes = {module: module.training for module in trainer.model.modules()}
     try:
         with same_random_states():
@@ -348,38 +413,13 @@ def restored(trainer: Any) -> Iterator[None]:
         for container, before in held:
             # In place: others may refer to it.
             container.clear()
-            if isinstance(container, dict | set):
+            if isinstance(container, dict):
                 container.update(before)
             else:
                 container.extend(before)
         for module, training in modes.items():
             # Not `train`, which would change the modules within too.
             module.training = training
-
-
-def _containers_of(trainer: Any) -> Iterator[Any]:
-    """Yield a trainer's attributes, and the containers within, at any depth.
-
-    Of its state, arguments, callbacks and accelerator, and of other data classes,
-    attributes count; other objects and the data do not.
-    """
-    waiting: list[Any] = [vars(trainer)]
-    # Data are large, and no training changes them.
-    seen = {id(trainer.train_dataset), id(trainer.eval_dataset)}
-    while waiting:
-        value = waiting.pop()
-        # Callbacks may hold their trainer, and so themselves.
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, TrainerCallback | Accelerator) or is_dataclass(value):
-            waiting.append(getattr(value, "__dict__", None))
-        # Exact types alone: a subclass may refuse to be cleared.
-        elif type(value) in _CONTAINERS:
-            waiting += value.values() if isinstance(value, dict) else value
-            yield value
-        elif isinstance(value, tuple):
-            waiting += value
 
 
 @contextmanager

@@ -139,17 +139,19 @@ class Agreement(TuningMethod):
             # The same draws at every prior precision: then the change falls with it
             # smoothly.
             draws = torch.Generator().manual_seed(seed)
-            moments = of_classes(la.task, statistics.moments(prior_precision).to("cpu"))
-            n_logits = moments.f_mu[0].numel()
-            at_once = max(1, _CHUNK // (self.n_samples * n_logits))
+            at_once = max(1, _CHUNK // (self.n_samples * la.n_outputs))
             total = 0.0
-            for f_mu, f_var in moments.split(at_once):
+            n_rows = 0
+            for start in range(0, len(statistics), at_once):
+                part = statistics[start : start + at_once]
+                moments = part.moments(prior_precision).to("cpu")
+                f_mu, f_var = of_classes(la.task, moments)
                 noise = standard_normal((self.n_samples, *f_mu.shape), f_mu, draws)
                 outputs = gaussian_samples(f_mu, f_var, noise)
                 apart = (outputs.softmax(-1) - f_mu.softmax(-1)).abs().sum(-1) / 2
                 total += apart.double().mean(0).sum().item()
-            # Of labels, the average is over labels, too.
-            return total / moments.f_mu[..., 0].numel()
+                n_rows += apart[0].numel()  # of labels, the average is over labels too
+            return total / n_rows
 
         return change
 
@@ -159,16 +161,17 @@ class Agreement(TuningMethod):
         """Choose the factor of a prior at which draws change as much as allowed."""
         tried: dict[float, Trial] = {}  # by the logarithm of the factor
         name = "[Comparing draws with the model]"
-        with tqdm.tqdm(desc=name, disable=not self.progress_bar) as bar:
+        bar = tqdm.tqdm(desc=name, disable=not self.progress_bar)
 
-            def excess(log_factor: float) -> float:
-                if log_factor not in tried:  # brentq asks again for both ends
-                    prior = math.exp(log_factor) * start
-                    tried[log_factor] = Trial(prior, objective=change(prior))
-                    bar.update()
-                return tried[log_factor].objective - self.max_change
+        def excess(log_factor: float) -> float:
+            if log_factor not in tried:  # brentq asks again for both ends
+                prior = math.exp(log_factor) * start
+                tried[log_factor] = Trial(prior, objective=change(prior))
+                bar.update()
+            return tried[log_factor].objective - self.max_change
 
-            root = _falling_root(excess)
+        root = _falling_root(excess)
+        bar.close()
         if abs(root) > 0.99 * _FARTHEST:
             farthest = tried[root].prior_precision.min().item()
             warn(

@@ -12,13 +12,8 @@ import tqdm
 from torch import Tensor
 
 from laplace_lora_ext.messages import check_name, warn
-from laplace_lora_ext.predictive.links import (
-    DEFAULT_LINK,
-    LINKS,
-    log_probabilities,
-    monte_carlo,
-)
-from laplace_lora_ext.predictive.moments import draw_seed, standard_normal
+from laplace_lora_ext.predictive.links import DEFAULT_LINK, LINKS, log_probabilities
+from laplace_lora_ext.predictive.moments import draw_seed
 from laplace_lora_ext.predictive.posterior import Members, of_classes
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.method import (
@@ -220,16 +215,9 @@ class ValGD(_Descent):
         def losses(places: Tensor | slice, draws: torch.Generator) -> Tensor:
             part = statistics[places]
             moments = of_classes(posterior.task, part.moments(prior()))
-            if self.link_approx == "mc":
-                # Unlike predictions, each example has draws of its own: a minibatch's
-                # errors average out.
-                f_mu, f_var = moments
-                noise = standard_normal((self.n_samples, *f_mu.shape), f_mu, draws)
-                log_p = monte_carlo(f_mu, f_var, noise)
-            else:
-                log_p = log_probabilities(moments, self.link_approx)
-            targets = part.required_targets()
-            return posterior.task.nll(log_p, targets)
+            link = self.link_approx
+            log_p = log_probabilities(moments, link, self.n_samples, draws)
+            return posterior.task.nll(log_p, part.required_targets())
 
         @torch.no_grad()
         def measure() -> None:

@@ -40,7 +40,7 @@ from laplace_lora_ext.predictive.statistics import (
     of_present_fit,
     statistics_of_batch,
 )
-from laplace_lora_ext.processes.exchange import gathered, rank
+from laplace_lora_ext.processes.exchange import gathered
 from laplace_lora_ext.processes.shards import Share
 from laplace_lora_ext.tuning.method import (
     Trial,
@@ -56,8 +56,6 @@ from laplace_lora_ext.tuning.method import (
 _POINTS = 625
 _BEYOND = 1e8  # times the last prior precision at least
 _ROWS = 256  # examples that are predicted at once from their moments
-_BYTES = 2**28  # of statistics that wait to be scored together
-
 
 _QUARTERS = np.arange(-8, 8) / 4
 LOGIT_SCALES = (*(5.0**_QUARTERS).tolist(), 20.0)
@@ -293,8 +291,6 @@ class TokenGridSearch(GridMethod):
     ----------
     init_prior_prec : float or torch.Tensor
         several numbers are a base that the grid multiplies; a single number is ignored
-    prior_structure : {"scalar", "layerwise"}, optional
-        as for `TuningMethod`, but not "kind"
     progress_bar : bool, default=False
         whether to show one
     val_loader : DataLoader or iterable
@@ -328,15 +324,6 @@ class TokenGridSearch(GridMethod):
     log_prior_prec_max: float = 5
     grid_size: int = 13
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.prior_structure == "kind":
-            raise NotImplementedError(
-                "A prior precision of texts has one common factor: pass "
-                'prior_structure="scalar", or choose a prior for each kind by '
-                'method="marglik" and pass it as init_prior_prec.'
-            )
-
     @torch.no_grad()
     def _search(self, la: Members) -> TuningHistory:
         seed = seed_of_search(self.generator)
@@ -354,16 +341,11 @@ class TokenGridSearch(GridMethod):
 
 
 def _in_portions(batches: Iterable[MixtureStatistics]) -> Iterator[MixtureStatistics]:
-    """Join batches, so that a point is not predicted more often than needed.
-
-    They wait until there are `_ROWS` examples or `_BYTES` of them.
-    """
+    """Join batches, so that a point is not predicted more often than needed."""
     waiting: list[MixtureStatistics] = []
     for batch in batches:
         waiting.append(batch)
-        n_examples = sum(len(each) for each in waiting)
-        n_bytes = sum(each.nbytes for each in waiting)
-        if n_examples >= _ROWS or n_bytes >= _BYTES:
+        if sum(map(len, waiting)) >= _ROWS:
             joined = join_statistics(waiting)
             waiting.clear()
             yield joined
@@ -395,7 +377,7 @@ def _sum_losses(
 def warn_at_ends(history: TuningHistory) -> None:
     """Warn where the first or the last prior precision of a grid is the best."""
     losses = history.objective
-    if rank() > 0 or len(losses) < 3 or (losses == losses[0]).all():
+    if len(losses) < 3 or (losses == losses[0]).all():
         return  # a grid without a middle
     # If a scale or a noise was chosen too, the last is no fault: without variance, that
     # number does all that is needed.
@@ -487,55 +469,45 @@ class Likelihoods:
         self, members: Sequence[Posterior], moments: Sequence[Moments], targets: Tensor
     ) -> Tensor:
         """Compute each example's losses `(N, S)` in float64, from members' moments."""
-        by_member = zip(members, moments, strict=True)
-        # (members, scales, examples, classes)
-        log_p = torch.stack([self._log_p(*member) for member in by_member])
-        of_mean = log_p.logsumexp(0) - math.log(len(log_p))
-        targets = targets.to(of_mean.device)
-        losses = [members[0].task.nll(of_scale, targets) for of_scale in of_mean]
-        return torch.stack(losses, dim=1)
-
-    def _log_p(self, member: Posterior, moments: Moments) -> Tensor:
-        """Compute log-probabilities `(S, N, C)` of a member, in float64."""
-        of_model = moments_of_model(member, moments, self.link_approx)
-        by_scale: list[Tensor] = []
+        link = self.link_approx
+        of_members = [
+            moments_of_model(member, own, link).scaled(member.logit_scale)
+            for member, own in zip(members, moments, strict=True)
+        ]
+        losses: list[Tensor] = []
         for scale in self.scales:
-            scaled = of_model.scaled(scale * member.logit_scale)
-            draws = torch.Generator().manual_seed(_SEED)
-            log_p = log_probabilities(scaled, self.link_approx, self.n_samples, draws)
-            by_scale.append(log_p.double())
-        return torch.stack(by_scale)
+            by_member: list[Tensor] = []
+            for of_member in of_members:
+                scaled = of_member.scaled(scale)
+                draws = torch.Generator().manual_seed(_SEED)
+                log_p = log_probabilities(scaled, link, self.n_samples, draws)
+                by_member.append(log_p.double())
+            log_p = torch.stack(by_member).logsumexp(0) - math.log(len(members))
+            losses.append(members[0].task.nll(log_p, targets.to(log_p.device)))
+        return torch.stack(losses, dim=1)
 
     def best(self, prior_precision: Tensor, sums: Tensor, n_examples: int) -> Trial:
         """Find the best scale of sums `(S,)`, also between those that were summed."""
-        if not self.is_free:
-            return Trial(prior_precision, objective=sums.item() / n_examples)
+        if not (self.is_free and sums.isfinite().all()):
+            return Trial(prior_precision, objective=sums.sum().item() / n_examples)
         logs = np.log(self.scales)
-        last = len(logs) - 1
         losses = sums.cpu().numpy()
-        objectives = losses + scale_penalty(logs)
-        middle = int(objectives.argmin())
-        objective = float(objectives[middle])
-        log_scale = float(logs[middle])
-        if np.isfinite(losses).all():
-            # The loss is smooth in log s. Between two scales a spline is exact to 1e-4,
-            # or to 1e-3 at its ends and where logits are tens apart. A polynomial
-            # through more of them is not.
-            spline = CubicSpline(logs, losses)
-            search = minimize_scalar(
-                lambda log_scale: spline(log_scale) + scale_penalty(log_scale),
-                bounds=(logs[max(middle - 1, 0)], logs[min(middle + 1, last)]),
-                options={"xatol": _EXACT},
-            )
-            between = cast(OptimizeResult, search)
-            if between.fun < objective:
-                objective = float(between.fun)
-                log_scale = float(between.x)
+        middle = int((losses + scale_penalty(logs)).argmin())
+        # The loss is smooth in log s. Between two scales a spline is exact to 1e-4, or
+        # to 1e-3 at its ends and where logits are tens apart. A polynomial through more
+        # of them is not.
+        spline = CubicSpline(logs, losses)
+        search = minimize_scalar(
+            lambda log_scale: spline(log_scale) + scale_penalty(log_scale),
+            bounds=(logs[max(middle - 1, 0)], logs[min(middle + 1, len(logs) - 1)]),
+            options={"xatol": _EXACT},
+        )
+        best = cast(OptimizeResult, search)
         return Trial(
             prior_precision,
-            logit_scale=math.exp(log_scale),
-            objective=objective / n_examples,
-            penalty=float(scale_penalty(log_scale)) / n_examples,
+            logit_scale=math.exp(best.x),
+            objective=float(best.fun) / n_examples,
+            penalty=float(scale_penalty(best.x)) / n_examples,
         )
 
 
@@ -596,19 +568,13 @@ class NoiseSquares:
         return torch.stack([squares, log_det], dim=1)
 
     def best(self, prior_precision: Tensor, sums: Tensor, n_examples: int) -> Trial:
-        """Find the best noise; a `ValueError` where there is no error at all."""
+        """Find the best noise, or take the given one."""
         squares, log_dets = sums.tolist()
         n_numbers = n_examples * self.n_outputs
         if self.noise is not None:
             nll = (n_numbers * math.log(2 * math.pi) + log_dets + squares) / 2
             return Trial(prior_precision, objective=nll / n_examples)
         variance = squares / n_numbers
-        if variance == 0:
-            raise ValueError(
-                "The validation targets are predicted without any error, which leaves "
-                "no noise to choose: check that they are not the model's own, or pass "
-                "optimize_scale=False."
-            )
         # At the best variance the squares over it are one for each number.
         of_noise = n_numbers * (math.log(2 * math.pi * variance) + 1)
         nll = (of_noise + log_dets) / 2

@@ -20,7 +20,7 @@ from laplace_lora_ext.predictive.statistics import (
     has_statistics,
     of_present_fit,
 )
-from laplace_lora_ext.processes.exchange import of_first, rank, together
+from laplace_lora_ext.processes.exchange import of_first, together
 
 # Options of which some methods have one or more.
 _COUNTS = ("n_samples", "n_steps", "grid_size", "batch_size", "max_examples")
@@ -164,15 +164,12 @@ class TuningMethod:
     @cpu_as_default()
     def choose(self, la: Members) -> TuningHistory:
         """Choose without setting anything: `la` stays as it is."""
-        method = self
-        if rank() > 0:  # one bar on the screen is enough
-            method = replace(self, progress_bar=False)
         with together():
             # What a search tries, it sets on a copy.
             tried = copy(la)
             tried.prior_precision = 1.0
             tried.logit_scale = 1.0
-            history = method._search(tried)
+            history = self._search(tried)
             # Ranks may differ in the last digit, and must not drift apart.
             told = of_first(replace(history, posteriors=()))
             return replace(told, posteriors=history.posteriors)
@@ -252,8 +249,5 @@ def statistics_of_classes(
 
 
 def seed_of_search(generator: torch.Generator | None) -> int:
-    """Draw the seed of a search, the same on all ranks; without a generator it is 0.
-
-    So a search without one chooses the same in every call.
-    """
-    return 0 if generator is None else of_first(draw_seed(generator))
+    """Draw the seed of a search; without a generator every call gets the same."""
+    return 0 if generator is None else draw_seed(generator)

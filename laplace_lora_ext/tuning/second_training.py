@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ from transformers import set_seed
 from laplace_lora_ext.models.adapters import add_fresh_adapter, own_adapter_back
 from laplace_lora_ext.models.weights import flatten_weights
 from laplace_lora_ext.predictive.posterior import Members, Posterior
-from laplace_lora_ext.processes.shards import check_divisible, divide
-from laplace_lora_ext.training.averaging import share_of
-from laplace_lora_ext.training.trainers import Examples, peft_model_of, restored
-from laplace_lora_ext.training.trainers import train as train_with
+from laplace_lora_ext.training.trainers import (
+    Examples,
+    peft_model_of,
+    restored,
+    share_of,
+    train_with,
+)
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
 
@@ -94,10 +98,6 @@ class SecondTraining(TuningMethod):
                 "model, or train, a function that trains another model, and "
                 "train_loader."
             )
-        if share_of(self.average) and self.trainer is None:
-            raise ValueError(
-                "A function of your own averages by itself: see WeightAverage."
-            )
 
     def _search(self, la: Members) -> TuningHistory:
         (fitted,) = la.members
@@ -107,11 +107,29 @@ class SecondTraining(TuningMethod):
         else:
             assert self.train_loader is not None
             examples = Examples.of_loader(self.train_loader)
-        check_divisible(examples.loader, self.held_out)
-        groups = examples.groups(fitted)
-        rest, held, _ = divide(examples.loader, self.held_out, groups, self.generator)
+        division, _ = examples.divided(fitted, self.held_out, self.generator)
+        rest, held, _ = division
+        train = self.train or partial(self._from_trainer, fitted)
         with own_adapter_back(fitted.model) as activate:
-            posterior = self._around_another_training(fitted, rest)
+            model = train(rest)
+            if not isinstance(model, nn.Module):
+                raise TypeError(
+                    f"train must return the model it has trained, not {model!r}."
+                )
+            # A function of the user's own may have trained the fitted adapter itself.
+            fitted.check_model()
+            posterior = fitted.for_model(model)
+            own, others = (
+                flatten_weights(la.blocks, fitted.model.device).double()
+                for la in (fitted, posterior)
+            )
+            if torch.equal(own, others):
+                raise ValueError(
+                    "train has returned the LoRA weights of the fitted model, which "
+                    "has seen the held-out examples: train another adapter in each "
+                    "call, on the given examples alone, and return the model with that "
+                    "adapter active."
+                )
             # A posterior's passes choose its own adapter; what is active now is the
             # user's.
             activate()
@@ -124,31 +142,6 @@ class SecondTraining(TuningMethod):
             )
             history = search(posterior)
         return replace(history, posteriors=(posterior,))
-
-    def _around_another_training(self, la: Posterior, rest: Dataset) -> Posterior:
-        """Train another adapter, and make an unfitted posterior around it."""
-        if self.trainer is not None:
-            model = self._from_trainer(la, rest)
-        else:
-            assert self.train is not None
-            model = self.train(rest)
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"train must return the model it has trained, not {model!r}."
-            )
-        # A function of the user's own may have trained the fitted adapter itself.
-        la.check_model()
-        other = la.for_model(model)
-        fitted_weights = flatten_weights(la.blocks, la.model.device)
-        other_weights = flatten_weights(other.blocks, la.model.device)
-        if torch.equal(fitted_weights, other_weights.to(fitted_weights.dtype)):
-            raise ValueError(
-                "train has returned the LoRA weights of the fitted model, which has "
-                "seen the held-out examples: train another adapter in each call, on "
-                "the given examples alone, and return the model with that adapter "
-                "active."
-            )
-        return other
 
     def _from_trainer(self, la: Posterior, rest: Dataset) -> nn.Module:
         """Let the trainer train a new adapter of the fitted model."""

@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 
+from laplace_lora_ext import from_pretrained
+from laplace_lora_ext.models.batches import Swapping
 from laplace_lora_ext.predictive.amortized import (
     PENALTIES,
     LearntVariance,
+    changes_of_logits,
     covariances,
     log_variances,
     ridge,
 )
-from tests.support.posteriors import normal
+from laplace_lora_ext.predictive.posterior import drawn_functions
+from tests.support.models import (
+    lora_model,
+    plain_model,
+    ragged_batches,
+    with_lora,
+    without_labels,
+)
+from tests.support.posteriors import (
+    count_forward_passes,
+    fitted,
+    generator,
+    make,
+    normal,
+    plain_regression,
+    some_precision,
+)
+from tests.support.snapshots import Snapshot, half_trained
+from tests.support.texts import fitted_text
 
 # How exactly it is learnt what can be: the regression has a penalty.
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
@@ -103,21 +127,6 @@ def test_examples_that_are_left_out_against_as_many_regressions(n, noise):
 
 
 # --- variances of outputs and of their differences ------------------------------------
-
-
-def test_variances_are_kept_even_if_no_covariance_has_them():
-    # No three outputs can have these, since 3 > 1 + 1: standard deviations of
-    # differences obey the triangle inequality.
-    of_outputs = torch.tensor([2.0, 3.0, 4.0]).double()
-    of_differences = torch.tensor([[0.0, 9, 1], [9, 0, 1], [1, 1, 0]]).double()
-    # Each pair once, in the order of the upper triangle.
-    rows, columns = torch.triu_indices(3, 3, offset=1)
-    (V,) = covariances(torch.cat([of_outputs, of_differences[rows, columns]])[None])
-    variances = V.diagonal()
-    assert_close(variances, of_outputs)
-    assert_close(variances[:, None] + variances - 2 * V, of_differences)
-    # What all outputs share plays no part; the rest has a negative eigenvalue.
-    assert torch.linalg.eigvalsh(centred(V)).min() < -0.1
 
 
 @pytest.mark.parametrize("n_outputs", [1, 5])
@@ -246,3 +255,311 @@ def test_an_example_without_doubt_takes_none_from_others(dtype):
     assert torch.equal(learnt.offset, others.learnt().offset)
     with pytest.raises(ValueError, match="from 2 examples"):
         with_sure.at(torch.arange(5, 8)).learnt()
+
+
+LINKS = ["mean_field", "probit", "mc", "bridge"]
+AMORTIZED = {"pred_type": "amortized"}
+
+
+@pytest.fixture
+def amortized():
+    """A posterior of a classifier that has learnt its variances from its batches."""
+    la = fitted()
+    la.amortize(ragged_batches())
+    return la
+
+
+@pytest.fixture
+def batch():
+    """The first of the batches that posteriors are fitted to."""
+    return ragged_batches()[0]
+
+
+@pytest.fixture
+def forbid_backward_passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """A function from whose call on a backward pass fails."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        pytest.fail("a backward pass")
+
+    def forbid() -> None:
+        monkeypatch.setattr(torch.autograd, "grad", fail)
+
+    return forbid
+
+
+# --- against exact predictions --------------------------------------------------------
+
+
+class Exponential(nn.Module):
+    """Has logits' variances proportional to exp(2 x_0), the layer's input.
+
+    Their logarithms are thus linear in the head's inputs, of which x_0 is one.
+    """
+
+    def __init__(self, n_outputs: int = 3) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+        self.head = nn.Linear(9, n_outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        constant = self.layer(torch.ones_like(x))
+        first = x[:, :1]
+        z = first.exp() * constant
+        features = torch.cat([x, z], dim=1)
+        return self.head(features)
+
+
+def inputs(n: int, seed: int, spread: float = 1.0) -> Tensor:
+    """Draw numbers between minus and plus the spread."""
+    draws = generator(seed)
+    uniform = torch.rand(n, 5, generator=draws).double()
+    around_zero = 2 * uniform - 1
+    return spread * around_zero
+
+
+def exponential(
+    structure: str = "lowrank_kron", likelihood: str = "classification", **keywords: Any
+):
+    """Fit a posterior, and let it learn variances that its features tell exactly."""
+    model = with_lora(Exponential(), "layer")
+    la = make(model, structure, likelihood, **keywords)
+    y = torch.arange(40) % 3
+    if likelihood == "regression":
+        y = nn.functional.one_hot(y).double()
+    X = inputs(40, seed=1)
+    la.fit([(X, y)])
+    first = inputs(40, seed=2)
+    second = inputs(40, seed=3)
+    la.amortize([first, second])
+    return la
+
+
+@pytest.fixture
+def points() -> Tensor:
+    """Inputs within what is learnt from, beyond which variances are cut off."""
+    return inputs(20, seed=4, spread=0.9)
+
+
+@pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
+def test_variances_that_are_linear_in_the_features_predict_exactly(structure, points):
+    la = exponential(structure)
+    # Not 1, for the regression has a penalty.
+    assert la.learnt_variance.r_squared > 1 - 1e-8
+    of_map = la.model(points).softmax(-1)
+    moments = la.predictive_moments(points)
+    for link in LINKS:
+        # With the same noise each time.
+        found = la(points, link_approx=link, generator=generator(), **AMORTIZED)
+        exact = la(moments, link_approx=link, generator=generator())
+        assert_close(found, exact, rtol=1e-5, atol=1e-5)
+        # Without a variance there would be an error.
+        assert (exact - of_map).abs().max() > 0.01
+    found = la.predict(points, generator=generator(), **AMORTIZED)
+    expected = la.predict(points, generator=generator())
+    # Entropies that are differences of others keep fewer digits.
+    assert_close(tuple(found), tuple(expected), rtol=1e-3, atol=1e-5)
+
+
+def test_regression_has_a_mean_and_a_covariance(points):
+    la = exponential(likelihood="regression", sigma_noise=0.7)
+    mean, covariance = la(points, **AMORTIZED)
+    f_mu, f_var = la(points)
+    assert_close(mean, f_mu, rtol=1e-5, atol=1e-6)
+    assert_close(covariance, f_var, rtol=1e-5, atol=1e-6)
+    # And targets their noise.
+    found, exact = la.predict(points, **AMORTIZED), la.predict(points)
+    assert_close(tuple(found), tuple(exact), rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="no covariance between examples"):
+        la(points, joint=True, **AMORTIZED)
+
+
+def test_variances_that_fit_no_covariance_give_the_nearest_one():
+    la, X = plain_regression()
+    # Numbers have no swapped copies.
+    assert la.amortize([X]).n_examples == 12
+    # Of outputs with a variance of 1 each, no difference has more than 4.
+    logs = torch.tensor([1.0, 1.0, 10.0]).double().log()
+    learnt = la.learnt_variance
+    la.learnt_variance = replace(
+        learnt,
+        weights=torch.zeros_like(learnt.weights),
+        offset=logs,
+        lowest=logs,
+        highest=logs,
+    )
+    _, f_var = la(X, **AMORTIZED)
+    # Of [[1, -4], [-4, 1]], without its eigenvalue of -3.
+    expected = torch.tensor([[2.5, -2.5], [-2.5, 2.5]]).double()
+    assert_close(f_var, expected.expand_as(f_var))
+    deviations = la.predict(X, **AMORTIZED).epistemic_std
+    assert_close(deviations.square(), f_var.diagonal(dim1=1, dim2=2))
+
+
+# --- their price ----------------------------------------------------------------------
+
+
+def test_a_prediction_is_one_forward_pass(amortized, batch, forbid_backward_passes):
+    la = amortized
+    forbid_backward_passes()
+    passes = count_forward_passes(la)
+    for link in LINKS:
+        assert not la(batch, link_approx=link, **AMORTIZED).requires_grad
+    la.predict(batch, **AMORTIZED)
+    assert len(passes) == len(LINKS) + 1
+
+
+# --- many outputs ---------------------------------------------------------------------
+
+
+def test_changes_of_logits_are_those_of_the_linearised_model(batch):
+    la = fitted()
+    drawn = la.sample(4, generator())
+    found = changes_of_logits(la, batch, drawn)
+    linearised = drawn_functions(la, drawn, "glm", batch)
+    expected = linearised - la.predictive_moments(batch).f_mu
+    # Found are central differences: rounding and curvature leave an error.
+    assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_many_outputs_learn_from_draws(points, forbid_backward_passes):
+    n_outputs = 18  # more than are learnt from exact covariances
+    la = make(with_lora(Exponential(n_outputs), "layer"), prior_precision=20.0)
+    la.fit([(inputs(40, seed=1), torch.arange(40) % n_outputs)])
+    la.n_contrasts = n_outputs
+    exact = la(points, link_approx="mean_field")
+    of_map = la.model(points).softmax(-1)
+    unlabelled = [inputs(4, seed=seed) for seed in range(100)]
+    forbid_backward_passes()
+    passes = count_forward_passes(la)
+    learnt = la.amortize(unlabelled, None)
+    # One at the weights and two at each of eight draws, whatever the number of classes.
+    assert len(passes) == 17 * len(unlabelled)
+    assert torch.equal(la.amortize(unlabelled, None).weights, learnt.weights)
+    # The noise of the draws, without which it is 0.83, is not the features' fault.
+    assert learnt.r_squared > 0.95
+    found = la(points, link_approx="mean_field", **AMORTIZED)
+    errors = (found - exact).abs()
+    assert errors.mean() < 0.2 * (of_map - exact).abs().mean()
+
+
+# --- what it learns from --------------------------------------------------------------
+
+
+def test_it_learns_from_each_text_and_a_copy_by_a_generator():
+    la = fitted()
+    batches = ragged_batches()
+    assert la.amortize(batches, None).n_examples == 8
+    before = torch.get_rng_state()
+    one = la.amortize(batches)
+    assert one.n_examples == 16
+    assert torch.equal(la.amortize(batches).offset, one.offset)
+    assert torch.equal(torch.get_rng_state(), before)
+    other = la.amortize(batches, generator=generator(1))
+    assert not torch.equal(one.offset, other.offset)
+    # Copies are learnt from as texts of one's own, as texts without labels are.
+    swapped = Swapping(batches, la.model.transformer, generator(1))
+    more = [swapped(batch) for batch in batches]
+    both = la.amortize([*batches, *more], None)
+    unlabelled = la.amortize(batches, [without_labels(each) for each in more])
+    # A principal component may have either sign.
+    for learnt in (other, unlabelled):
+        assert_close(learnt.weights.abs(), both.weights.abs())
+    # What was learnt last is kept.
+    assert la.learnt_variance is unlabelled
+
+
+# --- what it belongs to ---------------------------------------------------------------
+
+
+def test_it_belongs_to_a_fit_and_a_prior(amortized, batch):
+    expected = amortized(batch, **AMORTIZED)
+    hyperparameters = amortized.hyperparameters
+    for name, value in [
+        ("prior_precision", 2.0),
+        ("prior_precision", some_precision(amortized, "layerwise")),
+        ("temperature", 2.0),
+    ]:
+        setattr(amortized, name, value)
+        for predict in (amortized, amortized.predict):
+            with pytest.raises(ValueError, match="The prior has changed since"):
+                predict(batch, **AMORTIZED)
+        amortized.hyperparameters = hyperparameters
+        amortized.temperature = 1.0
+    # It serves again with its own.
+    assert torch.equal(amortized(batch, **AMORTIZED), expected)
+    amortized.fit(ragged_batches())
+    with pytest.raises(ValueError, match=r"No variance is learnt .*la\.amortize"):
+        amortized.predict(batch, **AMORTIZED)
+    amortized.blocks[0].weight.data.mul_(2)
+    for use in (
+        partial(amortized, batch, **AMORTIZED),
+        partial(amortized.amortize, []),
+    ):
+        with pytest.raises(RuntimeError, match="weights"):
+            use()
+
+
+# --- what is refused ------------------------------------------------------------------
+
+PACKED = {
+    "input_ids": torch.ones(1, 4).long(),
+    "position_ids": torch.tensor([[0, 1, 0, 1]]),
+}
+
+
+def rewards() -> Any:
+    return make(lora_model("bert", n_labels=1), likelihood="reward_modeling")
+
+
+# What is tried with a posterior and its batches.
+REFUSED = [
+    (lambda la, _: la.amortize([]), "no data"),
+    (lambda la, batches: la.amortize([batches[0], PACKED], None), "batch 1: .*packed"),
+    (
+        lambda la, batches: la.amortize(batches, "shuffled"),
+        "unlabelled .shuffled. is none",
+    ),
+    (lambda la, _: la(PACKED, **AMORTIZED), "packed"),
+    (
+        lambda la, batches: la(la.predictive_moments(batches[0]), **AMORTIZED),
+        "no inputs",
+    ),
+    (lambda la, batches: la.predict(batches[0], pred_type="nn"), "pred_type"),
+    (lambda *_: make(plain_model()).amortize([inputs(4, seed=1)]), "fit"),
+    (lambda _, batches: fitted_text().amortize(batches), "not language_modeling"),
+    (lambda _, batches: rewards().amortize(batches), "not reward_modeling"),
+]
+
+
+REFUSALS = (ValueError, AttributeError, NotImplementedError)
+
+
+@pytest.mark.parametrize(("use", "message"), REFUSED)
+def test_what_is_refused_leaves_the_model_and_what_was_learnt(use, message):
+    model = half_trained(lora_model("bert"))
+    la = fitted(model=model)
+    batches = ragged_batches()
+    learnt = la.amortize(batches)
+    before = Snapshot(model)
+    with pytest.raises(REFUSALS, match=message):
+        use(la, batches)
+    assert la.learnt_variance is learnt
+    # Some refusals make a model of their own first, by draws.
+    before.assert_equal(model, random_state=False)
+
+
+# --- files ----------------------------------------------------------------------------
+
+
+def test_it_is_saved_with_the_posterior(amortized, batch, tmp_path):
+    amortized.save_pretrained(tmp_path)
+    loaded = from_pretrained(lora_model("bert"), tmp_path)
+    assert_close(loaded(batch, **AMORTIZED), amortized(batch, **AMORTIZED))
+    r_squared = amortized.learnt_variance.r_squared
+    assert loaded.learnt_variance.r_squared == r_squared
+    # A state without learnt variances removes them.
+    state = fitted().state_dict()
+    assert state["learnt_variance"] is None
+    loaded.load_state_dict(state)
+    assert loaded.learnt_variance is None

@@ -16,14 +16,7 @@ from laplace_lora_ext.predictive import data_sets
 from tests.support.dense import unpadded
 from tests.support.models import ragged_batches
 from tests.support.posteriors import fitted, generator
-from tests.support.ranks import (
-    Texts,
-    accelerated,
-    assert_alike,
-    failures,
-    on_ranks,
-    strided_loader,
-)
+from tests.support.ranks import assert_alike, on_ranks
 
 # Of texts alone and of the same texts padded beside others, in float64.
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
@@ -156,29 +149,12 @@ def test_every_batch_gets_the_same_draws(la):
 # --- several processes ----------------------------------------------------------------
 
 
-def assert_shared_by_ranks(
-    job: Callable[[int], Prediction], expected: Prediction
-) -> None:
-    """Check that three ranks together predict what one predicts alone."""
-    results = on_ranks(job, 3)
-    # A text may be beside others there, and padded to another length.
-    assert_alike(results, expected, rtol=1e-7, atol=1e-10)
-
-
-def test_ranks_share_a_data_set_and_a_loader_that_deals_examples(la):
-    def of_data_set(rank: int) -> Prediction:
+def test_ranks_share_a_data_set(la):
+    def job(rank: int = 0) -> Prediction:
         return by_five_draws(la, rows(), **of_size(2))
 
-    def of_loader(rank: int) -> Prediction:
-        return by_five_draws(la, strided_loader(11))
-
-    def of_accelerate(rank: int) -> Prediction:
-        texts = DataLoader(Texts(11), batch_size=2)
-        return by_five_draws(la, accelerated(rank, 3, texts))
-
-    assert_shared_by_ranks(of_data_set, of_data_set(0))
-    for job in (of_loader, of_accelerate):
-        assert_shared_by_ranks(job, of_loader(0))
+    # A text may be beside others there, and padded to another length.
+    assert_alike(on_ranks(job, 3), job(), rtol=1e-7, atol=1e-10)
 
 
 def test_a_rank_may_predict_batches_alone(la):
@@ -188,19 +164,3 @@ def test_a_rank_may_predict_batches_alone(la):
     first, second = on_ranks(job, 2)
     assert first.shape == (8, 3)
     assert second is None
-
-
-def test_the_error_of_a_rank_in_shared_data_is_everyones(la):
-    data = [{"input_ids": [3, 4], "labels": 0}, {"input_ids": [5], "labels": 0}]
-
-    def job(rank: int) -> Any:
-        if rank == 1:
-            # Other weights than those that were fitted, which a prediction refuses.
-            weight = la.blocks[0].weight
-            weight.data.fill_(torch.nan)
-        return la.predict_proba(data, **of_size(1))
-
-    results = on_ranks(job, 2)
-    first, second = failures(results)
-    assert "Rank 1 failed" in first
-    assert "weights" in second

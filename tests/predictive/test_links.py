@@ -9,8 +9,8 @@ from torch.testing import assert_close
 
 from laplace_lora_ext import Moments
 from laplace_lora_ext.predictive.links import (
+    log_probabilities,
     mean_field,
-    monte_carlo,
     probit,
     shared_noise,
 )
@@ -52,17 +52,20 @@ def test_probit_shrinks_each_logit_by_its_own_variance(moments):
 
 def test_monte_carlo_is_the_mean_probability_of_samples(moments):
     f_mu, f_var = moments
-    noise = normal(7, len(f_mu), 4)
+    noise = shared_noise(f_mu, 7, generator())
     # Takes away what all logits of an example share, of which no probability knows.
     centring = torch.eye(4).double() - 1 / 4
     samples = gaussian_samples(f_mu, centring @ f_var @ centring, noise)
     expected = samples.softmax(-1).mean(0)
-    assert_close(monte_carlo(f_mu, f_var, noise).exp(), expected)
+    drawn = {"n_samples": 7, "generator": generator()}
+    assert_close(log_probabilities(moments, "mc", **drawn).exp(), expected)
     # It reads differences alone: covariances of differences from the first logit lack
     # what all logits share.
     with_first = f_var[:, :1]
     of_differences = f_var - with_first - with_first.mT + f_var[:, :1, :1]
-    assert_close(monte_carlo(f_mu, of_differences, noise).exp(), expected)
+    drawn["generator"] = generator()
+    found = log_probabilities(Moments(f_mu, of_differences), "mc", **drawn)
+    assert_close(found.exp(), expected)
 
 
 def test_shared_noise_is_drawn_as_the_host_draws_it(moments):

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext import Moments
+from laplace_lora_ext.predictive.amortized import moments_for
 from laplace_lora_ext.predictive.links import mean_field
 from laplace_lora_ext.predictive.moments import (
     MOST,
@@ -18,7 +19,6 @@ from laplace_lora_ext.predictive.moments import (
     gaussian_samples,
     square_root,
 )
-from laplace_lora_ext.predictive.posterior import moments_for
 from laplace_lora_ext.predictive.statistics import join_statistics
 from tests.support.dense import labels_of
 from tests.support.models import first_batch, lora_model, ragged_batches, without_labels
@@ -222,15 +222,6 @@ def test_extreme_moments_have_finite_logarithms_and_gradients(mean, scale):
         gradients = torch.autograd.grad(of_one, (f_mu, covariance), retain_graph=True)
         for values in (log_p, *gradients):
             assert torch.isfinite(values).all()
-
-
-def test_moments_of_differences_stay_such_and_are_scaled_as_others_are():
-    moments = with_fewer_known(5)
-    scaled = moments.scaled(0.5)
-    assert_close(scaled.f_mu, 0.5 * moments.f_mu)
-    assert_close(scaled.f_var, 0.25 * moments.f_var)
-    for other in (scaled, moments.to(torch.float32), *moments.split(3)):
-        assert other.classes is not None
 
 
 # --- predictions ----------------------------------------------------------------------

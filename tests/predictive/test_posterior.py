@@ -1,7 +1,5 @@
 """The linearised predictive and networks of drawn weights, by structure."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_lora_ext.predictive.links import shared_noise
+from laplace_lora_ext.predictive.links import shared_noise, softmax_samples
 from laplace_lora_ext.predictive.moments import gaussian_samples
 from tests.support.dense import jacobians
 from tests.support.models import first_batch
@@ -67,21 +65,6 @@ def test_moments_and_functions_of_a_regression(structure):
     assert not torch.allclose(la.function(SEED + 1)(x), found)
 
 
-@pytest.mark.parametrize("link_approx", ["probit", "mc", "bridge", "bridge_norm"])
-def test_moments_are_predicted_from_as_a_batch_is(link_approx, batch):
-    # In float32, as statistics are unless told otherwise.
-    la = fitted(dtype=torch.float32, prior_precision=0.5)
-    moments = la.predictive_statistics([batch]).moments(0.5)
-    kept = moments.to("cpu", copy=True)
-
-    def predict(given: Any) -> Tensor:
-        return la(given, link_approx=link_approx, generator=generator())
-
-    assert_close(predict(moments), predict(batch), rtol=1e-4, atol=1e-5)
-    # The bridge of the host writes into what it is given.
-    assert_close(tuple(moments), tuple(kept), rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("link", ["mean_field", "mc"])
 def test_without_variance_a_prediction_is_one_forward_pass(link, batch):
     la = fitted()
@@ -118,21 +101,8 @@ def test_functional_samples_have_the_predictive_moments(batch, diagonal_output):
         f_var = torch.diag_embed(f_var.diagonal(dim1=1, dim2=2))
     noise = shared_noise(f_mu, 5, generator())
     assert_close(samples, gaussian_samples(f_mu, f_var, noise))
-
-
-@pytest.mark.parametrize("pred_type", ["glm", "nn"])
-def test_a_generator_seeds_every_prediction(batch, pred_type):
-    la = fitted()
-
-    def drawn(predict: Callable[..., Tensor], seed: int) -> Tensor:
-        draws = {"n_samples": 5, "generator": generator(seed)}
-        return predict(batch, pred_type=pred_type, **draws)
-
-    by_link = partial(la, link_approx="mc")
-    for predict in (by_link, la.functional_samples, la.predictive_samples):
-        first = drawn(predict, seed=0)
-        assert torch.equal(drawn(predict, seed=0), first)
-        assert not torch.equal(drawn(predict, seed=1), first)
+    p = la(batch, link_approx="mc", generator=generator(), **options)
+    assert_close(p, softmax_samples(f_mu, f_var, noise).exp().mean(0))
 
 
 # --- networks of drawn weights --------------------------------------------------------

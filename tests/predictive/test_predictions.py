@@ -1,6 +1,7 @@
 """Predictions of classes and numbers, and queues, against their definitions."""
 
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,11 +10,11 @@ from scipy.integrate import quad
 from scipy.stats import binomtest, norm
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from laplace_lora_ext import Moments, NumberPrediction, Prediction
 from laplace_lora_ext.predictive.links import log_probabilities
-from laplace_lora_ext.predictive.predictions import Proof, review
+from laplace_lora_ext.predictive.predictions import Proof, Review
 from tests.support.models import first_batch, lora_model
 from tests.support.posteriors import fitted, generator, normal, plain_regression
 from tests.support.ranks import Texts
@@ -22,9 +23,8 @@ from tests.support.tasks import preferences, two
 # --- classes --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
-def test_predictions_have_the_links_probabilities(structure):
-    la, batch = fitted(structure=structure), first_batch()
+def test_predictions_have_the_links_probabilities():
+    la, batch = fitted(), first_batch()
     moments = la.predictive_moments(batch)
 
     def decision(link: str, seed: int = 0) -> Prediction:
@@ -67,13 +67,8 @@ def test_predictions_of_a_loader_are_in_the_order_of_its_data():
     expected = la.predict_proba(texts)  # a data set by itself
     assert_close(la.predict_proba(DataLoader(texts, batch_size=4)), expected)
     torch.manual_seed(0)
-    for unordered in (
-        {"shuffle": True, "batch_size": 2},
-        {"shuffle": True, "batch_size": None},
-        {"batch_sampler": BatchSampler(RandomSampler(texts), 2, False)},
-        {"sampler": DistributedSampler(texts, num_replicas=1, rank=0)},
-        {"sampler": [5, 3, 4, 0, 1, 2]},
-    ):
+    batches = BatchSampler(RandomSampler(texts), 2, False)
+    for unordered in ({"batch_sampler": batches}, {"sampler": [5, 3, 4, 0, 1, 2]}):
         with pytest.raises(ValueError, match="shuffle=False"):
             la.predict(DataLoader(texts, **unordered))
 
@@ -97,6 +92,10 @@ def test_the_epistemic_entropy_is_what_bald_asks_for():
 
 
 # --- queues ---------------------------------------------------------------------------
+
+
+def review(p: Tensor, *args: Any, **options: Any) -> Review:
+    return Prediction.of_draws(p, p[None]).review(*args, **options)
 
 
 def some_probabilities(n_texts: int = 9, n_classes: int = 3) -> Tensor:
@@ -186,7 +185,6 @@ def test_labelled_texts_prove_what_clopper_and_pearson_say():
         ({}, "accuracy or capacity"),
         ({"accuracy": 0.9, "capacity": 3}, "not both"),
         ({"accuracy": 95}, "0 to 1"),
-        ({"capacity": -1}, "0 or more"),
         ({"accuracy": 0.9, "costs": [1.0, 2.0]}, "3 positive numbers"),
         ({"accuracy": 0.9, "costs": [1.0, 2.0, 0.0]}, "3 positive numbers"),
     ],
@@ -213,9 +211,8 @@ def variances_of(f_var: Tensor) -> Tensor:
     return f_var.diagonal(dim1=1, dim2=2)
 
 
-@pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
-def test_a_posterior_predicts_normal_targets(structure):
-    la, X = plain_regression(2, structure)
+def test_a_posterior_predicts_normal_targets():
+    la, X = plain_regression()
     f_mu, f_var = la(X)
     prediction = la.predict(X)
     assert isinstance(prediction, NumberPrediction)
@@ -310,5 +307,5 @@ def test_the_ranked_probability_score_is_its_integral():
     for outside in (-0.1, 0.0, 1.0):
         with pytest.raises(ValueError, match="level must be between"):
             prediction.quantile(outside)
-        with pytest.raises(ValueError, match="coverage must be between"):
+        with pytest.raises(ValueError, match="level must be between"):
             prediction.interval(outside)

@@ -1,9 +1,6 @@
 """The user's own trainer trains again, and is as before."""
 
 import random
-from collections import defaultdict, deque
-from copy import deepcopy
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +11,28 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
     ProgressCallback,
+    Trainer,
     TrainerCallback,
-    set_seed,
 )
 
-from laplace_lora_ext import Laplace, train_in_stages
-from laplace_lora_ext.models.adapters import add_fresh_adapter, own_weights
-from laplace_lora_ext.training.trainers import loader_of, restored, train
-from tests.support.models import VOCABULARY, llama
+from laplace_lora_ext import AveragingCallback, Laplace, WeightAverage, train_in_stages
+from laplace_lora_ext.training.trainers import (
+    loader_of,
+    restored,
+    steps_to_average,
+    train_with,
+)
+from tests.support.models import VOCABULARY, llama, lora_model
 from tests.support.posteriors import fitted
-from tests.support.ranks import Texts
-from tests.support.trainers import N, trainer_of
+from tests.support.ranks import Texts, on_ranks
+from tests.support.trainers import N, Stop, Watch, trainer_of, values
 
 # --- loaders --------------------------------------------------------------------------
 
@@ -77,24 +80,16 @@ def test_batches_are_those_of_training_once_and_in_order(tmp_path, data):
 # --- what a training leaves -----------------------------------------------------------
 
 
-@dataclass
-class Meter:
-    numbers: deque = field(default_factory=deque)
-
-
 class Keeping(TrainerCallback):
-    """Has containers within containers that each step adds to."""
+    """Has containers that each step adds to."""
 
     def __init__(self) -> None:
-        self.losses = {"all": [], "last": {}}
-        self.seen = ({0}, Meter())
+        self.steps = []
+        self.losses = {}
 
     def on_step_end(self, args, state, control, **kwargs):
-        step = state.global_step
-        self.losses["all"].append(step)
-        self.losses["last"][step] = "a step"
-        self.seen[0].add(step)
-        self.seen[1].numbers.append(step)
+        self.steps.append(state.global_step)
+        self.losses[state.global_step] = "a step"
 
 
 # What a training sets of a trainer.
@@ -109,28 +104,20 @@ def test_afterwards_a_trainer_and_its_callbacks_are_as_before(tmp_path):
     callbacks = trainer.callback_handler.callbacks
     (bar,) = [each for each in callbacks if isinstance(each, ProgressCallback)]
     bar.training_bar = "of the training that goes on"
-    # As trainers of subclasses have them.
-    trainer.own_figures = {"train": defaultdict(list, loss=[1.0])}
-
-    def containers() -> list[Any]:
-        return [trainer.state.log_history, trainer.own_figures, vars(keeping)]
-
+    lists = keeping.steps, trainer.state.log_history, trainer.accelerator._optimizers
     before = [getattr(trainer, name) for name in KEPT]
+    contents = [*map(list, lists), dict(keeping.losses)]
     # What a callback might set, for that training alone.
     stops = trainer.control.should_training_stop
-    contents = deepcopy(containers())
-    prepared = list(trainer.accelerator._optimizers)
     with restored(trainer):
         trainer.control.should_training_stop = not stops
-        trainer.own_figures["train"]["loss"].append(2.0)
-        trainer.state.log_history[0]["loss"] = 3.0
-        train(trainer, Texts(8), 2.0, Path(tmp_path, "again"))
+        trainer.state.log_history.clear()
+        train_with(trainer, Texts(8), 2.0, Path(tmp_path, "again"))
     assert (tmp_path / "again" / "checkpoint-4").exists()
     assert [getattr(trainer, name) for name in KEPT] == before
     assert trainer.control.should_training_stop == stops
     assert bar.training_bar == "of the training that goes on"
-    assert containers() == contents
-    assert trainer.accelerator._optimizers == prepared
+    assert [*lists, keeping.losses] == contents
 
 
 def test_a_second_training_ends_with_the_best_of_its_own_adapter(tmp_path):
@@ -164,43 +151,13 @@ def test_a_second_training_ends_with_the_best_of_its_own_adapter(tmp_path):
     assert trainer.model.active_adapter == "default"
 
 
-class Adapters(TrainerCallback):
-    """Copies the weights of each training's adapter: at its beginning, and by step."""
-
-    def __init__(self) -> None:
-        weights: dict[str, list[Tensor]] = {}
-        # No attribute: these are restored after a second training.
-        self.seen = lambda: weights
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.seen()[model.active_adapter] = [weights_of(model, model.active_adapter)]
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        weights = weights_of(model, model.active_adapter)
-        self.seen()[model.active_adapter].append(weights)
-
-
-def weights_of(model: Any, adapter: str) -> Tensor:
-    """Copy an adapter's weights as one vector."""
-    weights = own_weights(model, adapter).values()
-    return torch.cat([weight.detach().flatten() for weight in weights])
-
-
-def test_a_second_training_has_a_seed_of_its_own_and_averages(tmp_path):
-    seen = Adapters()
-    trainer = trainer_of(tmp_path, seen, max_steps=10)
-    trainer.train()
-    la = Laplace(trainer.model)
-    la.fit(loader_of(trainer, trainer.train_dataset))
+def test_a_second_training_averages(tmp_path):
+    watch = Watch()
+    trainer = trainer_of(tmp_path, watch, max_steps=10)
+    la = fitted(model=trainer.model)
     la.optimize_prior_precision(method="second_training", trainer=trainer, average=0.5)
-    name = "second_training_0"
-    begun, *steps = seen.seen()[name]
-    # Eight steps, of which the last four are averaged.
-    mean = torch.stack(steps[-4:]).mean(0)
-    assert torch.allclose(weights_of(trainer.model, name), mean, atol=1e-7)
-    set_seed(trainer.args.seed + 1)
-    add_fresh_adapter(trainer.model, "expected")
-    assert torch.equal(begun, weights_of(trainer.model, "expected"))
+    ((rates, _),) = [zip(*steps, strict=True) for steps in watch.steps]
+    assert rates == (1e-2,) * 8
 
 
 # --- TRL's trainers -------------------------------------------------------------------
@@ -290,3 +247,179 @@ def test_trainers_of_trl_train_in_stages(tmp_path, kind, trl):
         # Completions alone, with their ends.
         n_tokens = la.score(batch).labelled.sum(-1)
         assert n_tokens.tolist() == [2 + i % 3 for i in range(8)]
+
+
+STEPS = 10
+AVERAGED = 6  # the last of them
+
+Weights = dict[str, Tensor]
+
+
+def trained(model: nn.Module) -> Weights:
+    """Copy what requires a gradient."""
+    named = model.named_parameters()
+    return {name: w.detach().clone() for name, w in named if w.requires_grad}
+
+
+def mean_of(weights: list[Weights]) -> Weights:
+    """Average recorded weights as the sums do: in float32, one after the other."""
+    means = {}
+    for name, first in weights[0].items():
+        total = torch.zeros_like(first, dtype=torch.float32)
+        for each in weights:
+            total = total + each[name].float()
+        means[name] = (total / len(weights)).to(first)
+    return means
+
+
+def assert_equal(found: Weights, expected: Weights) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+class Record(TrainerCallback):
+    """Copies the weights after each step."""
+
+    def __init__(self) -> None:
+        self.weights: list[Weights] = []
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.weights.append(trained(model))
+
+
+# --- a loop of one's own --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_the_mean_of_all_updates(dtype):
+    model = lora_model("bert", dtype, modules_to_save=["classifier"])
+    frozen = values(model)
+    average = WeightAverage(model)
+    seen = []
+    for _ in range(3):
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.data += torch.randn(weight.shape).to(dtype)
+        average.update()
+        seen.append(trained(model))
+    average.finish()
+    assert any("classifier" in name for name in seen[0])
+    assert_equal(trained(model), mean_of(seen))
+    for name, value in values(model).items():
+        if name not in seen[0]:
+            assert torch.equal(value, frozen[name]), name
+
+
+# --- a trainer ------------------------------------------------------------------------
+
+
+def averaging(folder: Path, *callbacks: TrainerCallback, **settings: Any) -> Trainer:
+    """Make a trainer that averages its weights, with a head of its own."""
+    defaults = {"max_steps": STEPS, "lr_scheduler_type": "constant_with_warmup"}
+    model = lora_model("bert", torch.float32, modules_to_save=["classifier"])
+    callbacks = (AveragingCallback(), *callbacks)
+    return trainer_of(folder, *callbacks, model=model, **defaults | settings)
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_a_training_ends_with_the_mean_of_its_last_steps(tmp_path, accumulated):
+    record = Record()
+    trainer = averaging(tmp_path, record, gradient_accumulation_steps=accumulated)
+    trainer.train()
+    assert len(record.weights) == STEPS
+    assert_equal(trained(trainer.model), mean_of(record.weights[-AVERAGED:]))
+
+
+# Before there are sums, between two that are averaged, and at the last step.
+@pytest.mark.parametrize("step", [3, 8, STEPS])
+def test_a_training_that_goes_on_ends_with_the_same_mean(tmp_path, step):
+    whole = averaging(tmp_path / "whole")
+    whole.train()
+    killed = averaging(tmp_path / "killed", Stop(step))
+    with pytest.raises(RuntimeError, match="killed"):
+        killed.train()
+    resumed = averaging(tmp_path / "killed")
+    resumed.train(resume_from_checkpoint=True)
+    assert_equal(trained(resumed.model), trained(whole.model))
+    # One that had only to end has the same mean.
+    ended = averaging(tmp_path / "whole")
+    ended.train(resume_from_checkpoint=True)
+    assert_equal(trained(ended.model), trained(whole.model))
+
+
+def test_a_checkpoint_without_sums_is_refused(tmp_path):
+    trainer_of(tmp_path, max_steps=STEPS).train()
+    resumed = trainer_of(tmp_path, AveragingCallback(), max_steps=STEPS)
+    with pytest.raises(FileNotFoundError, match="sums_of_weights_0"):
+        resumed.train(resume_from_checkpoint=True)
+
+
+def test_the_best_checkpoint_and_the_mean_exclude_each_other(tmp_path):
+    watch = Watch()
+    trainer = averaging(
+        tmp_path,
+        watch,
+        load_best_model_at_end=True,
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_data=Texts(4),
+    )
+    with pytest.raises(ValueError, match="load_best_model_at_end"):
+        trainer.train()
+    assert watch.steps == []
+
+
+class EndAt(TrainerCallback):
+    """Ends a training in peace."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.step
+
+
+def test_a_training_that_ends_early_says_so(tmp_path):
+    record = Record()
+    trainer = averaging(tmp_path, record, EndAt(3))
+    with pytest.warns(UserWarning, match="Average from step 5 on"):
+        trainer.train()
+    assert_equal(trained(trainer.model), record.weights[-1])
+
+
+def test_a_share_is_a_share_and_rounded_to_whole_steps():
+    for share in (0, 1.2, -0.5):
+        with pytest.raises(ValueError, match="average must be"):
+            AveragingCallback(share)
+    with pytest.raises(ValueError, match="call update"):
+        WeightAverage(nn.Linear(2, 2)).finish()
+    # (1 - 0.8) * 300 is a little below 60.
+    assert steps_to_average(300, 0.8) == 240
+    assert steps_to_average(1, 0.2) == 1
+
+
+# --- several processes ----------------------------------------------------------------
+
+
+def of_shards(_: int) -> tuple[Tensor, Tensor]:
+    """Average the shards of a weight; save and load the sums on the way."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 6, bias=False)
+    whole = model.weight.detach().clone()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    average = WeightAverage(model)
+    average.update()
+    state = average.state_dict()
+    average = WeightAverage(model)
+    average.load_state_dict(state)
+    with torch.no_grad():
+        model.weight *= 4
+    average.update()
+    average.finish()
+    return model.weight.full_tensor().detach(), whole * 2.5
+
+
+def test_each_rank_averages_its_shard():
+    for found, expected in on_ranks(of_shards, 2):
+        assert torch.equal(found, expected)

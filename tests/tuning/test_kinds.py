@@ -9,12 +9,11 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 from torch.testing import assert_close
 
-from laplace_lora_ext import Agreement, GridSearch, ValGD, train_in_stages
+from laplace_lora_ext import Agreement, GridSearch, ValGD
 from laplace_lora_ext.predictive.posterior import Members
 from tests.support.matrices import plain
 from tests.support.models import pairs
 from tests.support.posteriors import count_forward_passes, make, validation_loss
-from tests.support.trainers import trainer_of
 
 GRID = {
     "log_prior_prec_min": -2,
@@ -178,11 +177,3 @@ def test_draws_of_each_kind_change_predictions_alike(la):
 
 
 # --- trainings ------------------------------------------------------------------------
-
-
-def test_stages_choose_two_numbers_for_each_member_with_its_head(tmp_path):
-    la = train_in_stages(trainer_of(tmp_path), modules_to_save=True, members=2)
-    for member in la.members:
-        assert member.prior_precision.shape == (len(member.blocks),)
-        # Which fails where a kind has more than one number.
-        chosen(member)

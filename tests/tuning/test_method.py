@@ -1,7 +1,6 @@
 """Methods by name and as objects: options, starts, what they set, and failures."""
 
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
-from laplace_lora_ext import (
-    GridSearch,
-    Marglik,
-    PredictiveStatistics,
-    TuningHistory,
-    ValGD,
-)
+from laplace_lora_ext import GridSearch, Marglik, TuningHistory, ValGD
 from laplace_lora_ext.tuning import METHODS
 from laplace_lora_ext.tuning.method import unit_of_priors
 from tests.support.models import ragged_batches, without_labels
@@ -233,26 +226,6 @@ def test_a_search_that_fails_leaves_everything(monkeypatch):
     assert not la.sigma_noise.requires_grad
     for now, then in zip(la(X), expected, strict=True):
         assert torch.equal(now, then)
-
-
-def test_other_threads_predict_by_the_old_prior_meanwhile(validation, monkeypatch):
-    la = fitted()
-    batch = ragged_batches()[0]
-    expected = la(batch)
-    moments = PredictiveStatistics.moments
-    predicted = []
-
-    with ThreadPoolExecutor(1) as pool:
-
-        def tried(self: Any, prior_precision: Tensor) -> Any:
-            if not predicted:
-                predicted.append(pool.submit(la, batch).result(timeout=60))
-            return moments(self, prior_precision)
-
-        monkeypatch.setattr(PredictiveStatistics, "moments", tried)
-        GridSearch(val_loader=validation, **GRID)(la)
-    assert torch.equal(predicted[0], expected)
-    assert not torch.equal(la(batch), expected)
 
 
 @pytest.mark.parametrize("method", ["agreement", "gridsearch", "val_gd"])

@@ -11,9 +11,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, Subset, SubsetRandomSampler
 
 from laplace_lora_ext import GridSearch, SecondTraining
-from laplace_lora_ext.processes.shards import divide
 from laplace_lora_ext.training.trainers import Examples
-from laplace_lora_ext.tuning import gridsearch
 from tests.support.models import ragged_batches
 from tests.support.posteriors import another_training, fitted, generator
 from tests.support.ranks import Texts, on_ranks, strided_loader
@@ -55,9 +53,8 @@ def held_out_of(examples: Subset) -> list[int]:
     return [place for place in range(N) if place not in seen]
 
 
-@pytest.mark.parametrize("structure", ["lowrank_kron", "kron"])
-def test_it_takes_over_what_the_held_out_examples_choose(structure):
-    la = fitted(structure=structure)
+def test_it_takes_over_what_the_held_out_examples_choose():
+    la = fitted()
     before = values(la.model)
     train = Training()
     # Numbers to start from are multiplied as a whole.
@@ -72,15 +69,11 @@ def test_it_takes_over_what_the_held_out_examples_choose(structure):
     )
     held_out = held_out_of(train.seen)
     # Others than without a generator.
-    groups = Examples.of_loader(loader()).groups(la)
-    assert held_out == divide(loader(), 0.3, groups, generator(3)).places
-    assert held_out != divide(loader(), 0.3, groups).places
+    examples = Examples.of_loader(loader())
+    division, _ = examples.divided(la, 0.3, generator(3))
+    assert held_out == division.places != examples.divided(la, 0.3, None)[0].places
 
-    other = fitted(
-        model=another_training(),
-        batches=loader_of(train.seen.indices),
-        structure=structure,
-    )
+    other = fitted(model=another_training(), batches=loader_of(train.seen.indices))
     # By the default link.
     expected = GridSearch(val_loader=loader_of(held_out), **start)(other)
     assert torch.equal(la.prior_precision.double(), other.prior_precision.double())
@@ -88,18 +81,6 @@ def test_it_takes_over_what_the_held_out_examples_choose(structure):
     (posterior,) = history.posteriors
     assert torch.equal(posterior.prior_precision, la.prior_precision)
     assert_close(values(la.model), before, rtol=0, atol=0)
-
-
-def test_a_choice_at_an_end_of_the_grid_is_said_once(monkeypatch):
-    monkeypatch.setattr(gridsearch, "_is_best", lambda losses, place: True)
-    with pytest.warns(UserWarning, match="of the grid is the") as said:
-        fitted().optimize_prior_precision(
-            method="second_training",
-            train=lambda examples: another_training(),
-            train_loader=loader(),
-        )
-    (found,) = [one for one in said if "of the grid" in str(one.message)]
-    assert found.filename == __file__
 
 
 # --- several processes ----------------------------------------------------------------
@@ -174,7 +155,7 @@ PART = [1, 2, 4, 7, 9]
             2,
         ),
         # Whose batches are the examples.
-        (DataLoader(ragged_batches(batch_size=1), batch_size=None), range(8), 3),
+        (DataLoader(ragged_batches(), batch_size=None), range(3), 1),
     ],
 )
 def test_each_example_that_a_loader_gives_is_trained_on_or_held_out(
@@ -184,8 +165,7 @@ def test_each_example_that_a_loader_gives_is_trained_on_or_held_out(
     train = Training()
     choose = SecondTraining(train=train, train_loader=given, held_out=0.4)
     choose(la)
-    groups = Examples.of_loader(given).groups(la)
-    rest, held, _ = divide(given, 0.4, groups)
+    (rest, held, _), _ = Examples.of_loader(given).divided(la, 0.4, None)
     assert sorted([*rest.indices, *held.indices]) == list(places)
     assert len(held) == n_held_out
     assert list(train.seen.indices) == list(rest.indices)
