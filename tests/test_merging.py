@@ -4,19 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext import merge, merging
 from laplace_lora_ext.models.weights import flatten_weights
-from tests.support.models import (
-    base_model,
-    first_batch,
-    head_of,
-    lora_model,
-    ragged_batches,
-)
+from tests.support.models import head_of, lora_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, another_training, fitted, make
 from tests.support.snapshots import Snapshot
 from tests.support.tasks import add_second
@@ -93,22 +86,6 @@ def test_two_adapters_of_one_model_are_merged_with_their_heads():
 
 
 # --- the adapter ----------------------------------------------------------------------
-
-
-def test_the_adapter_is_an_ordinary_one(tmp_path):
-    posteriors = two_posteriors()
-    model = posteriors[0].model.model
-    assert merge(posteriors, adapter_name="both") == "both"
-    model.set_adapter("both")
-    model.eval()
-    batch = first_batch()
-    del batch["labels"]
-    logits = model(**batch).logits
-    model.save_pretrained(str(tmp_path), selected_adapters=["both"])
-    torch.manual_seed(0)  # as `lora_model` makes its base
-    saved = PeftModel.from_pretrained(base_model("bert"), str(tmp_path / "both"))
-    saved.double().eval()
-    assert_close(saved(**batch).logits, logits)
 
 
 def test_all_else_is_left_as_it_was(monkeypatch):

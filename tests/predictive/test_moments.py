@@ -19,8 +19,6 @@ from laplace_lora_ext.predictive.moments import (
     gaussian_samples,
     square_root,
 )
-from laplace_lora_ext.predictive.statistics import join_statistics
-from tests.support.dense import labels_of
 from tests.support.models import first_batch, lora_model, ragged_batches, without_labels
 from tests.support.posteriors import (
     PRIORS_ALONE,
@@ -284,13 +282,6 @@ def test_statistics_of_contrasts_predict_as_a_batch_does(la, n_contrasts, prior)
     moments = statistics.moments(prior_precision)
     found = la(moments, link_approx="mean_field")
     assert_close(found, by_mean_field(la, batches))
-    # Others than the first, in another order.
-    some = torch.tensor([5, 0])
-    part = statistics[some]
-    assert_close(part.moments(prior_precision).f_var, moments.f_var[some])
-    assert torch.equal(part.targets, labels_of(batches)[some])
-    joined = join_statistics([statistics[:4], statistics[4:]])
-    assert_close(joined.moments(prior_precision).f_var, moments.f_var)
     unlabelled = la.predictive_statistics([without_labels(b) for b in batches])
     assert unlabelled.targets is None
     assert torch.equal(unlabelled.classes, statistics.classes)

@@ -307,5 +307,5 @@ def test_the_ranked_probability_score_is_its_integral():
     for outside in (-0.1, 0.0, 1.0):
         with pytest.raises(ValueError, match="level must be between"):
             prediction.quantile(outside)
-        with pytest.raises(ValueError, match="level must be between"):
-            prediction.interval(outside)
+    with pytest.raises(ValueError, match="level must be between"):
+        prediction.interval(90)
