@@ -17,8 +17,7 @@ from tests.support.trainers import trainer_of
 DOCS = Path(__file__).parents[1] / "docs"
 # What is said of models that are not trained, and of a few texts.
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*(have only|no better than guessing|best prior|looks trained|second fit)",
-    "ignore:.*0 or 1",
+    "ignore:.*(have only|no better than guessing|best prior|looks trained|second fit)"
 )
 
 

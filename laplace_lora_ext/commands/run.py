@@ -204,16 +204,11 @@ def review(arguments: ReviewArguments) -> None:
     loaded = load(arguments)
     la = loaded.posterior()
     rows, texts = loaded.texts(arguments.data)
-
-    def predicted(texts: list[str]) -> Prediction:
-        generator = torch.Generator(la.model.device).manual_seed(0)
-        found = la.predict(
-            loaded.batches(texts), generator=generator, progress_bar=True
-        )
-        assert isinstance(found, Prediction)
-        return found
-
-    prediction = predicted(texts)
+    generator = torch.Generator(la.model.device).manual_seed(0)
+    prediction = la.predict(
+        loaded.batches(texts), generator=generator, progress_bar=True
+    )
+    assert isinstance(prediction, Prediction)
     queue = prediction.review(arguments.accuracy, arguments.capacity, arguments.costs)
     lines = _queue_lines(loaded, rows, texts, prediction, queue)
     file = io.StringIO(newline="")
@@ -232,9 +227,9 @@ def review(arguments: ReviewArguments) -> None:
         print(f"Of what is decided alone the posterior promises {promised}.")
     held_out = la.metadata.get("held_out")
     if arguments.test is not None:
-        tested, labels = loaded.labelled_texts(arguments.test)
-        probabilities = predicted(tested).probabilities
-        print(queue.proof(probabilities, torch.tensor(labels)))
+        tested = loaded.batches(*loaded.labelled_texts(arguments.test))
+        results = outcomes(la, tested, progress_bar=True)
+        print(queue.proof(results.prediction.probabilities, results.labels))
     elif held_out is not None:
         proof = queue.proof(held_out["probabilities"], held_out["labels"])
         print(proof)
