@@ -62,9 +62,10 @@ class Answers:
     def logits(self, inputs: Any, call: Call) -> Tensor:
         """Compute logits `(B, C)`."""
         logits, at_first = self._scores(inputs, call)
-        if self._first_tokens and self._weighed == []:
+        weighed = self._weighed
+        if self._first_tokens and weighed is not None and not weighed:
             of_first, _ = divided(at_first.detach(), self._first_tokens)
-            self._weighed.append(of_first.exp().sum(-1))
+            weighed.append(of_first.exp().sum(-1))
         return logits
 
     def log_probs(self, inputs: Any, call: Call) -> Tensor:

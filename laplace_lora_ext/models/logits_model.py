@@ -286,8 +286,7 @@ class LogitsModel(nn.Module):
 
         Where a pass would find what another one has left, they take turns.
         """
-        is_within = self._is_within() or TURNS.is_shared()
-        if self.tree.is_constant and not (is_within or self.has_answers):
+        if self.tree.is_constant and not (self._is_within() or self.has_answers):
             together = TURNS.together(self, self._watched)
             with together, cpu_as_default(), self._begun():
                 result = compute()
@@ -330,8 +329,22 @@ class LogitsModel(nn.Module):
 
         On leaving, every parameter's `requires_grad` is as it was.
         """
-        with self.running(), _requiring_grad(self.tree, trainable):
-            yield
+        wanted = set(map(id, trainable))
+        with self.running():
+            # By their places: hooks that offload weights may replace them within.
+            changed: list[tuple[dict[str, Any], str]] = [
+                (holder, name)
+                for holder in self.tree.parameters
+                for name, weight in holder.items()
+                if weight is not None and weight.requires_grad != (id(weight) in wanted)
+            ]
+            for holder, name in changed:
+                holder[name].requires_grad_(not holder[name].requires_grad)
+            try:
+                yield
+            finally:
+                for holder, name in changed:
+                    holder[name].requires_grad_(not holder[name].requires_grad)
 
     def _inputs(self, batch: Any) -> Any:
         """Return a batch without labels on the model's device, a mapping as a dict."""
@@ -389,26 +402,6 @@ class LogitsModel(nn.Module):
         return Answers(transformer)
 
 
-@contextmanager
-def _requiring_grad(tree: Tree, trainable: Sequence[Tensor]) -> Iterator[None]:
-    """Let some parameters alone require grad within."""
-    wanted = set(map(id, trainable))
-    # By their places: hooks that offload weights may replace them within.
-    changed = [
-        (holder, name)
-        for holder in tree.parameters
-        for name, weight in holder.items()
-        if weight is not None and weight.requires_grad != (id(weight) in wanted)
-    ]
-    for holder, name in changed:
-        holder[name].requires_grad_(not holder[name].requires_grad)
-    try:
-        yield
-    finally:
-        for holder, name in changed:
-            holder[name].requires_grad_(not holder[name].requires_grad)
-
-
 # --- wrappers -------------------------------------------------------------------------
 
 
@@ -423,11 +416,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while not isinstance(model, PreTrainedModel):
         if isinstance(model, PeftModel):
             inner = model.get_base_model()
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            inner = model._orig_mod  # accelerate's function puts this wrapper back
-        else:
-            inner = extract_model_from_parallel(model)
-        if inner is model or not isinstance(inner, nn.Module):
+        else:  # accelerate's function puts torch's wrapper back
+            inner = extract_model_from_parallel(getattr(model, "_orig_mod", model))
+        if inner is model:
             break
         model = inner
     return model

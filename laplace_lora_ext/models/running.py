@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from itertools import chain, compress, repeat
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, is_not
 from threading import Condition, get_ident
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -53,15 +53,11 @@ class Turns:
         self._undoing = ExitStack()
         self._n_waiting = 0  # for a turn of their own: nobody joins others before them
 
-    def is_shared(self) -> bool:
-        """Tell whether this thread runs a model together with others."""
-        return get_ident() in self._within
-
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Wait until no other thread is within, and keep them out."""
         with self._left:
-            if not self.is_shared():
+            if get_ident() not in self._within:
                 self._n_waiting += 1
                 self._left.wait_for(lambda: not self._within)
                 self._n_waiting -= 1
@@ -216,20 +212,12 @@ class Tree:
 
     def current(self) -> Tree:
         """Return this list, or another one where modules were put in or replaced."""
-        now = self._now()
-        is_same = len(now) == len(self._before) and all(map(is_, now, self._before))
-        return self if is_same else Tree(self.model)
+        return self if self._now() == self._before else Tree(self.model)
 
     def _now(self) -> list[Any]:
         # FSDP2 puts a class of its own in the place of a module's.
         of_all = map(dict.values, self._children)
         return [type(self.model), *chain.from_iterable(of_all)]
-
-    @property
-    def is_compiled(self) -> bool:
-        """Tell whether a module holds compiled code, which calls no LoRA layers."""
-        # `module.compile()` needs no wrapper.
-        return self.is_wrapped or any(m._compiled_call_impl for m in self.unready())
 
     def unready(self) -> list[nn.Module]:
         """List the modules that are in training mode or compiled, in most calls none.
@@ -249,7 +237,9 @@ class Tree:
         if not is_known or self.leaves_state or self.is_resharded:
             return False
         moves = any(map(attrgetter("is_meta"), self.weights()))
-        return not moves and not self.is_compiled
+        # `module.compile()` needs no wrapper.
+        compiled = any(m._compiled_call_impl for m in self.unready())
+        return not (moves or compiled or self.is_wrapped)
 
     def weights(self) -> Iterator[Tensor]:
         """Yield each parameter that is there now."""
@@ -267,11 +257,12 @@ def evaluating(tree: Tree, adapter: str | None) -> Iterator[None]:
     What is right already is left alone, since modules may watch what is set on them.
     Unlike PEFT's `set_adapter`, this leaves `requires_grad` as it is.
     """
-    others: list[tuple[nn.Module, str | list[str]]] = []
-    for module in tree.adapted if adapter is not None else ():
-        active = vars(module).get(_ACTIVE, adapter)
-        if active not in (adapter, [adapter]):
-            others.append((module, active))
+    others = [
+        (module, vars(module)[_ACTIVE])
+        for module in tree.adapted
+        if adapter is not None
+        and vars(module).get(_ACTIVE, adapter) not in (adapter, [adapter])
+    ]
     unready = tree.unready()
     training = {module for module in unready if module.training}
     eagerly: AbstractContextManager[object] = nullcontext()

@@ -80,9 +80,9 @@ class ModelState:
         """Describe a model as it is now."""
         adapter = blocks[0].adapter
         scalings = {
-            name: float(layer.scaling[adapter])
+            name: float(scaling)
             for name, layer in adapter_layers(model.model).items()
-            if adapter in getattr(layer, "scaling", {})
+            if (scaling := getattr(layer, "scaling", {}).get(adapter)) is not None
         }
         of_blocks = {
             block.known_as: (list(block.shape), scalings.get(block.rows.site))

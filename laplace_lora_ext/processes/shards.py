@@ -342,9 +342,8 @@ def in_order_like(
     loader: DataLoader, examples: Any, batch_size: int | None = None
 ) -> DataLoader:
     """Load examples as a loader does its own, but each once and in order."""
-    batch_size = batch_size or loader.batch_size
     if batch_size is None and loader.batch_sampler is not None:
-        batch_size = _BATCH_SIZE
+        batch_size = _size_of_batches(loader)
     return in_order(examples, batch_size, **_options(loader))
 
 

@@ -53,6 +53,9 @@ def test_a_and_b_of_every_layer_come_in_the_order_of_the_models_parameters(kind)
         assert block.small_output == ("lora_A" in block.name)
         n_outputs = 2 if block.small_output else len(block.weight)
         assert block.shape[0] == n_outputs
+    # So do those with a rank above a layer's size, and files rely on it.
+    blocks = find_blocks(with_lora(TwoLinear(), "first", "second", r=8))
+    assert [block.small_output for block in blocks] == [True, False] * 2
 
 
 def test_only_the_active_adapter_takes_part(bert):
