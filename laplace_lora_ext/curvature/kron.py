@@ -6,6 +6,7 @@ Both sum outer products of rows that arrive batch by batch. A prior is added to 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -178,26 +179,27 @@ class StreamingUpdates:
         # Whatever fails below, no rows are added twice.
         waiting, self._waiting = self._waiting, {}
         self._bytes = 0
-        groups: dict[tuple[Any, ...], list[tuple[KroneckerBlock, Tensor]]] = {}
+        groups: defaultdict[Any, list[KroneckerBlock]] = defaultdict(list)
         for block, parts in waiting.items():
-            rows = torch.cat(parts)
             columns = block.columns
-            key = columns.shape, rows.shape, block.width, columns.device, columns.dtype
-            groups.setdefault(key, []).append((block, rows))
-        for group in groups.values():
-            blocks, of_blocks = zip(*group, strict=True)
-            _update(blocks, of_blocks)
+            n_rows = sum(map(len, parts))
+            key = columns.shape, n_rows, block.width, columns.device, columns.dtype
+            groups[key].append(block)
+        for blocks in groups.values():
+            rows = torch.cat([part for block in blocks for part in waiting[block]])
+            _update(blocks, rows.unflatten(0, (len(blocks), -1)))
 
 
-def _update(blocks: Sequence[KroneckerBlock], rows: Sequence[Tensor]) -> None:
-    """Add rows to large factors of one shape, `(n, d)` to each, if all are finite."""
+def _update(blocks: Sequence[KroneckerBlock], rows: Tensor) -> None:
+    """Add rows `(blocks, n, d)` to large factors of one shape, if all are finite."""
     traces = torch.stack([block.trace for block in blocks])
     if not traces.isfinite().all():
         return
     # (blocks, d, w)
     columns = torch.stack([block.columns for block in blocks])
-    for chunk in torch.stack(list(rows)).split(_CHUNK, dim=1):
-        longer = torch.cat([columns, chunk.mT], dim=-1)
+    for chunk in rows.split(_CHUNK, dim=1):
+        # Joined as rows, which lie beside each other in memory.
+        longer = torch.cat([columns.mT, chunk], dim=1).mT
         columns = _leading(longer, blocks[0].width)
     for block, updated in zip(blocks, columns, strict=True):
         block.columns = updated
