@@ -36,7 +36,6 @@ from tests.support.models import (
     ragged_batches,
 )
 from tests.support.posteriors import count_forward_passes, make, normal
-from tests.support.snapshots import Snapshot
 
 assert_exact = partial(assert_close, **EXACT)
 # Most of these models are warned of, since their examples take passes of their own.
@@ -213,18 +212,6 @@ def test_experts_are_selected_by_their_module_or_their_parameter(name, parameter
     # In two layers, A and B of three experts.
     assert len(set(found)) == len(found) == 2 * 2 * 3 * len(parameters)
     assert "model.layers.0.mlp.experts.gate_up_proj.lora_A.weight[2]" in found
-
-
-def test_a_posterior_of_some_experts_leaves_the_others_as_they_are():
-    case = of_experts()
-    wanted = [
-        block.known_as for block in find_blocks(case.model) if block.name[-3:] == "[1]"
-    ]
-    la = case.fitted(weight_names=wanted)
-    assert la.n_params == sum(block.values.numel() for block in la.blocks)
-    before = Snapshot(case.model)
-    la.predictive_samples(case.inputs(case.batches[0]), pred_type="nn", n_samples=1)
-    before.assert_equal(case.model, random_state=False)
 
 
 def test_magnitudes_take_part_where_asked_for():

@@ -1,4 +1,4 @@
-"""What is never built: d x d matrices, and Jacobians of all parameters."""
+"""What is never built: d x d matrices, Jacobians of all parameters, needless reads."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from laplace_lora_ext.curvature.kron import KroneckerBlock, StreamingUpdates
 from laplace_lora_ext.passes import graph
 from tests.support.models import N_CLASSES, lora_model, ragged_batches
 from tests.support.new_tensors import NewTensors, tensors_in
-from tests.support.posteriors import count_forward_passes, fitted
+from tests.support.posteriors import count_forward_passes, fitted, make
 
 WIDTH = 52
 # Sizes of the large factors, and of nothing else.
@@ -185,6 +185,26 @@ def test_a_prediction_takes_few_passes_and_makes_no_large_tensor(wide, monkeypat
     assert_no_matrix_of_two_large_sides(made)
     # Of one class. All of them may stand beside each other.
     assert made.largest <= N_CLASSES * max(of_model.largest, gradients_of_four(wide))
+
+
+def test_a_batch_is_read_as_often_whatever_the_number_of_layers():
+    counts = []
+    # One layer, and all.
+    for layers in ([0], None):
+        la = make(lora_model("bert"), layers_to_transform=layers)
+        # The first pass proves more.
+        la.fit(TEXTS)
+        with NewTensors() as fitting:
+            la.fit(TEXTS)
+        with NewTensors() as predicting:
+            la(BATCH, link_approx="mean_field")
+        with NewTensors() as passing:
+            la.predictive_statistics(TEXTS)
+        counts.append([each.readings for each in (fitting, predicting, passing)])
+    of_one, of_all = counts
+    assert of_one == of_all
+    # That readings are counted at all.
+    assert min(of_one) > 0
 
 
 def block_of_a_7b_adapter(n_outputs: int, n_inputs: int) -> KroneckerBlock:

@@ -276,30 +276,12 @@ def test_factors_of_expand_are_those_of_batches_of_one(run):
 # --- masks ----------------------------------------------------------------------------
 
 
-def padded(joined: int) -> Forward:
-    """Flat positions, of which so many neighbours were added up."""
-
-    def run(m: Two, batch: Batch) -> Tensor:
-        mask = batch["attention_mask"][..., None]
-        real_tokens = m.embed(batch["input_ids"]) * mask
-        x = real_tokens.unflatten(1, (-1, joined)).sum(2)
-        rows = hidden(m, x.flatten(0, 1)).reshape(x.shape)
-        return m.second((rows * mask[:, ::joined]).sum(1))
-
-    return run
-
-
-def test_padding_does_not_count():
-    model = adapted(padded(1))
-    short, long = (
-        matrix(model, ragged_batches(padded_to=length), "expand") for length in (7, 11)
-    )
-    assert_close(short, long, **EXACT)
-    # One mask of all texts is that of each.
-    batch = first_batch(lengths=(5, 5, 5), padded_to=7)
-    of_all = batch | {"attention_mask": batch["attention_mask"][:1]}
-    found = matrix(model, [of_all], "expand")
-    assert_close(found, matrix(model, [batch], "expand"), **EXACT)
+def joined(m: Two, batch: Batch) -> Tensor:
+    """Positions of which two neighbours were added up."""
+    mask = batch["attention_mask"][..., None]
+    real_tokens = m.embed(batch["input_ids"]) * mask
+    x = real_tokens.unflatten(1, (-1, 2)).sum(2)
+    return m.second((hidden(m, x) * mask[:, ::2]).sum(1))
 
 
 def of_features(*shape: int) -> Batch:
@@ -316,7 +298,7 @@ def features_alone(m: Two, batch: Batch) -> Tensor:
     ("run", "batches", "message"),
     [
         # A mask of other positions.
-        (padded(2), ragged_batches(padded_to=8), r"first\S+: the layer sees 4 .*use k"),
+        (joined, ragged_batches(padded_to=8), r"first\S+: the layer sees 4 .*use k"),
         (contrast, [sequences(4, 3)], r'rows of others: use kfac_approx="gradient"'),
         # Beside features, it counts no padding as positions.
         (features_alone, [of_features(1, 4)], "use kfac_approx"),

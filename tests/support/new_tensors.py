@@ -19,6 +19,8 @@ class NewTensors(TorchDispatchMode):
         # proportion to the passes, and to the vectors that pass back at once.
         self.passes = 0
         self.vectors = 0
+        # How often a number was asked for, which waits for an accelerator.
+        self.readings = 0
 
     @property
     def largest(self) -> int:
@@ -28,7 +30,9 @@ class NewTensors(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         results = func(*args, **(kwargs or {}))
         given = tensors_in((args, kwargs))
-        if func.overloadpacket.__name__ == "native_layer_norm_backward":
+        name = func.overloadpacket.__name__
+        self.readings += name in ("_local_scalar_dense", "nonzero")
+        if name == "native_layer_norm_backward":
             self.passes += 1
             self.vectors += args[0].numel()
         for tensor in tensors_in(results):
