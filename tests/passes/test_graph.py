@@ -16,7 +16,7 @@ from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.passes.graph import Graph, codewords
 from laplace_lora_ext.passes.recorder import Recorder
 from tests.support.cases import assert_exact
-from tests.support.dense import EXACT, derivatives_of, full_rank
+from tests.support.dense import EXACT, full_rank, jacobians
 from tests.support.models import (
     CLASS_TOKEN_IDS,
     VOCABULARY,
@@ -392,12 +392,8 @@ def test_an_example_comes_alone_or_through_the_batch(run, n_passes):
 
 def assert_recorded(model: nn.Module, x: Tensor) -> None:
     """Compare Jacobians with those of a model of which nothing is recorded."""
-    weights = [block.weight.requires_grad_() for block in find_blocks(model)]
-    # By plain autograd, since torch.func refuses functions without a `setup_context`.
-    of_weights = derivatives_of(model(x).flatten(), weights)
-    expected = torch.cat([J.flatten(1) for J in of_weights], dim=1)
     found, _ = Recorder(LogitsModel(model), find_blocks(model)).jacobians(x)
-    assert_close(found.flatten(0, 1), expected)
+    assert_close(found, jacobians(model, x))
 
 
 @pytest.fixture

@@ -37,15 +37,6 @@ def unpadded(batch: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
 def batch_logits(model: nn.Module, inputs: Any) -> Tensor:
     """Read `(B, C)` logits off the model's plain output."""
     output = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
-    return _answers(output, inputs)
-
-
-def logits_of(model: nn.Module, inputs: Any) -> Tensor:
-    """Read `(C,)` logits of one example off the model's plain output."""
-    return batch_logits(model, inputs)[0]
-
-
-def _answers(output: Any, inputs: Any) -> Tensor:
     logits = getattr(output, "logits", output)
     if logits.ndim == 2:
         return logits
@@ -58,20 +49,16 @@ def _answers(output: Any, inputs: Any) -> Tensor:
     return logits[torch.arange(len(mask)), last][:, CLASS_TOKEN_IDS]
 
 
+def logits_of(model: nn.Module, inputs: Any) -> Tensor:
+    """Read `(C,)` logits of one example off the model's plain output."""
+    return batch_logits(model, inputs)[0]
+
+
 def jacobians(model: nn.Module, inputs: Any) -> Tensor:
     """Differentiate the logits in all LoRA weights, `(B, C, parameters)`."""
-    args, kwargs = (
-        ((), dict(inputs)) if isinstance(inputs, Mapping) else ((inputs,), {})
-    )
-
-    def logits_at(weights: dict[str, Tensor]) -> Tensor:
-        output = torch.func.functional_call(model, weights, args, kwargs)
-        return _answers(output, inputs)
-
-    weights = model.named_parameters()
-    at = {name: weight.detach() for name, weight in weights if "lora_" in name}
-    derivatives = torch.func.jacrev(logits_at)(at)
-    return torch.cat([J.flatten(2) for J in derivatives.values()], dim=2)
+    weights = [weight for name, weight in model.named_parameters() if "lora_" in name]
+    _, J = alone(model, batch_logits, [inputs], weights)
+    return J
 
 
 def alone(
@@ -82,8 +69,8 @@ def alone(
 ) -> tuple[Tensor, Tensor]:
     """Compute logits `(N, C)` and Jacobians `(N, C, parameters)`, by each example.
 
-    An example has logits `(C,)`, or several rows of them. The Jacobians are made
-    without vmap, which kernels may lack.
+    An example has logits `(C,)`, or several rows of them. The Jacobians are made by
+    plain autograd: kernels may lack vmap.
     """
     flags = [weight.requires_grad for weight in weights]
     for weight in weights:
@@ -96,30 +83,21 @@ def alone(
             continue
         if not rows.requires_grad:  # no layer has made them
             rows = rows + 0 * weights[0].sum()
-        of_weights = derivatives_of(rows.flatten(), weights)
-        J = torch.cat([J.flatten(1) for J in of_weights], dim=1)
-        Js.append(J.unflatten(0, rows.shape))
+        for logit in rows.flatten():
+            of_weights = torch.autograd.grad(
+                logit,
+                weights,
+                retain_graph=True,
+                # A text may call for none of an adapter: its gradients are then zeros.
+                allow_unused=True,
+                materialize_grads=True,
+            )
+            Js.append(torch.cat([gradient.flatten() for gradient in of_weights]))
         logits.append(rows.detach())
     for weight, requires_grad in zip(weights, flags, strict=True):
         weight.requires_grad_(requires_grad)
-    return torch.cat(logits), torch.cat(Js)
-
-
-def derivatives_of(logits: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """Differentiate `(C,)` logits in each weight by plain autograd, `(C, *shape)`."""
-    rows: list[Sequence[Tensor]] = []
-    for logit in logits:
-        gradients = torch.autograd.grad(
-            logit,
-            weights,
-            retain_graph=True,
-            # A text may call for none of an adapter: its gradients are then zeros.
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        rows.append(gradients)
-    by_weight = zip(*rows, strict=True)
-    return [torch.stack(of_weight) for of_weight in by_weight]
+    f = torch.cat(logits)
+    return f, torch.stack(Js).unflatten(0, f.shape)
 
 
 # --- curvature ------------------------------------------------------------------------
