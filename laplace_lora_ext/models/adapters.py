@@ -32,19 +32,17 @@ def active_again(model: nn.Module) -> Callable[[], None]:
 
     What is trainable now is trainable then.
     """
-    active = {
-        peft_model: peft_model.active_adapter for peft_model in _peft_models(model)
-    }
-    trainable = {weight: weight.requires_grad for weight in model.parameters()}
+    active = [(each, each.active_adapter) for each in _peft_models(model)]
+    trainable = [(weight, weight.requires_grad) for weight in model.parameters()]
 
     def activate() -> None:
-        for peft_model, adapter in active.items():
+        for peft_model, adapter in active:
             # Without adapters, PEFT has an empty list there.
             if isinstance(adapter, str) and peft_model.active_adapter != adapter:
                 peft_model.set_adapter(adapter)
         # PEFT's `set_adapter` makes all weights of an adapter trainable, frozen ones
         # too.
-        for weight, requires_grad in trainable.items():
+        for weight, requires_grad in trainable:
             weight.requires_grad_(requires_grad)
 
     return activate
@@ -59,15 +57,13 @@ def own_adapter_back(model: nn.Module) -> Iterator[Callable[[], None]]:
     Yields a function that makes it active in between.
     """
     activate = active_again(model)
-    names_before = {
-        peft_model: set(peft_model.peft_config) for peft_model in _peft_models(model)
-    }
+    before = [(each, set(each.peft_config)) for each in _peft_models(model)]
     try:
         yield activate
     # An interruption from the keyboard leaves as little behind as an error.
     except BaseException:
         activate()
-        for peft_model, names in names_before.items():
+        for peft_model, names in before:
             for added in set(peft_model.peft_config) - names:
                 peft_model.delete_adapter(added)
         raise

@@ -84,14 +84,10 @@ def _of_rank(source: int, value: Value) -> Value:
     """Return the value of one rank on every rank."""
     box: list[Any] = [None]
     if source == rank():
-        box = [tree_map_only(Tensor, _in_main_memory, value)]
+        # In main memory, and as clones: pickling a view would send the whole tensor.
+        box = [tree_map_only(Tensor, lambda x: x.detach().cpu().clone(), value)]
     dist.broadcast_object_list(box, src=source)
     return box[0]
-
-
-def _in_main_memory(tensor: Tensor) -> Tensor:
-    # A clone, since pickling a view would send the whole tensor.
-    return tensor.detach().cpu().clone()
 
 
 def _tell(error: Exception | None) -> None:

@@ -16,18 +16,16 @@ X = torch.zeros(3, 1)
 Y = torch.tensor([0, 1, 1])
 
 
-class Spy(nn.Module):
-    """Keeps what it is called with, and returns what it is told to."""
+class Returning(nn.Module):
+    """Returns what it is told to."""
 
     def __init__(self, output: Any = LOGITS) -> None:
         super().__init__()
         # A module that is adapted has a weight, which tells its device.
         self.weight = nn.Parameter(torch.zeros(()))
         self.output = output
-        self.calls: list[tuple[tuple, dict]] = []
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls.append((args, kwargs))
+    def forward(self, batch: Any) -> Any:
         return self.output
 
 
@@ -62,17 +60,17 @@ def test_labels_never_reach_the_model_and_other_options_do(bert, key):
     ],
 )
 def test_a_mapping_without_labels_is_given_as_one_or_as_keywords(forward):
-    spy = Spy()
-    spy.forward = forward
+    model = Returning()
+    model.forward = forward
     batch = {"x": LOGITS, "mask": [1], "labels": Y}
-    assert torch.equal(LogitsModel(spy)(batch), LOGITS)
+    assert torch.equal(LogitsModel(model)(batch), LOGITS)
 
 
 # --- labels ---------------------------------------------------------------------------
 
 
 def test_split_takes_labels_out_of_a_mapping_and_a_pair_apart():
-    model = LogitsModel(Spy(), dict_key_y="answer")
+    model = LogitsModel(Returning(), dict_key_y="answer")
     for batch in ({"x": X, "answer": Y}, ({"x": X}, Y), [{"x": X}, Y.tolist()]):
         inputs, labels = model.split(batch)
         assert inputs["x"] is X
@@ -96,18 +94,18 @@ Output = namedtuple("Output", ["hidden_states", "logits"])
     ],
 )
 def test_logits_are_read_off_the_output_in_float32(output):
-    model = LogitsModel(Spy(output))
+    model = LogitsModel(Returning(output))
     logits = model(X)
     assert torch.equal(logits, LOGITS)
     assert logits.dtype is torch.float32
     assert model.output_size == 2
-    assert LogitsModel(Spy(LOGITS.double()))(X).dtype is torch.float64
+    assert LogitsModel(Returning(LOGITS.double()))(X).dtype is torch.float64
 
 
 @pytest.mark.parametrize("output", [(), {"scores": LOGITS}, ("text", LOGITS), 1.0])
 def test_any_other_output_is_refused(output):
     with pytest.raises(TypeError, match="must return logits"):
-        LogitsModel(Spy(output))(X)
+        LogitsModel(Returning(output))(X)
     for shape in ((3,), (3, 4, 2), ()):
         with pytest.raises(ValueError, match="shape"):
-            LogitsModel(Spy(torch.zeros(shape)))(X)
+            LogitsModel(Returning(torch.zeros(shape)))(X)

@@ -256,6 +256,7 @@ GIVING = {
 def test_a_loader_s_own_indices_are_the_examples(kind):
     options, n_given, among = GIVING[kind]
     loader = numbered(20, **options)
+    torch.manual_seed(1)
     examples = examples_of(loader).tolist()
     assert len(examples) == n_given
     assert set(examples) <= set(among)
