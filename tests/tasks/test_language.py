@@ -340,6 +340,13 @@ def test_settings_that_do_not_fit_are_refused(settings, message, gpt2):
         make_of_texts(gpt2, **settings).fit(text_batches())
 
 
+def test_labels_of_no_word_are_refused(gpt2):
+    batch = first_batch()
+    batch["labels"][0, -1] = VOCABULARY
+    with pytest.raises(ValueError, match="labels must be -100 or from 0"):
+        make_of_texts(gpt2).fit([batch])
+
+
 def test_texts_are_no_choices(gpt2):
     # Without answers, a model waits for batches that bring choices.
     with pytest.raises(ValueError, match="language_modeling"):
