@@ -18,7 +18,7 @@ import tests.support.dense as dense
 from laplace_lora_ext.models import output_layer
 from laplace_lora_ext.passes import graph
 from laplace_lora_ext.tasks.classification import drawn_labels
-from laplace_lora_ext.tasks.language import TokensModel
+from laplace_lora_ext.tasks.language import LabelsOfTokens, TokensModel
 from laplace_lora_ext.tasks.task import Draws
 from tests.support.cases import unpadded_rows
 from tests.support.dense import EXACT
@@ -142,6 +142,13 @@ def test_a_fit_has_the_gradient_of_a_texts_whole_loss_at_drawn_labels(gpt2):
         for of_block in zip(*gradients, strict=True)
     ]
     assert_close(la.H.to_matrix(), torch.block_diag(*expected), rtol=1e-8, atol=1e-10)
+
+
+def test_labels_are_drawn_once():
+    labels = LabelsOfTokens(torch.tensor([1]), torch.tensor([[0.9]]).double())
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    for f in (logits, -logits):  # of which others would be drawn
+        assert_close(labels.read(f), f.log_softmax(-1)[:, 1:])
 
 
 def test_the_loss_and_the_evidence_are_those_of_all_labelled_tokens(gpt2):
@@ -429,8 +436,10 @@ def test_the_output_layer_runs_for_labelled_tokens_alone(gpt2, adapted):
     layer = gpt2.get_output_embeddings()
     layer.register_forward_hook(note)
     (batch,) = text_batches(batch_size=6, padded_to=20)
-    adapted(batch)
-    # Of the longest text, and not of the padding.
+    of_data = batch["labels"][batch["labels"] != IGNORED]
+    labels = LabelsOfTokens(of_data, torch.empty(0, len(of_data)))
+    adapted.log_probs_of(batch, labels)
+    # Once, of the longest text, and not of the padding.
     assert n_positions == [max(LENGTHS) - PROMPT]
     # The hook that picks them is gone.
     assert not layer._forward_pre_hooks
