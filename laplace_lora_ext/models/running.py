@@ -309,8 +309,8 @@ def put_back(tree: Tree) -> Iterator[None]:
 
     RoPE of `rope_type="dynamic"` keeps the frequencies of a longer text, and some
     models count or average what they have seen. A model's state are the buffers of its
-    modules, and their attributes, where a module has a buffer, has a tensor, or was
-    changed by the first pass.
+    modules, and attributes that are numbers, tensors or None, where a module has a
+    buffer, has a tensor, or was changed by the first pass.
     """
     modules = tree.watched
     state = State(modules)
@@ -366,11 +366,19 @@ def _version(buffer: Tensor | None) -> int:
 
 
 def _differing(module: nn.Module, attributes: dict[str, Any]) -> dict[str, Any]:
-    """Select the attributes that are other ones now."""
+    """Select the attributes that are a module's state, and other ones now."""
     now = vars(module)
     return {
-        name: value for name, value in attributes.items() if value is not now.get(name)
+        name: value
+        for name, value in attributes.items()
+        if value is not now.get(name) and _is_state(value) and _is_state(now.get(name))
     }
+
+
+def _is_state(value: Any) -> bool:
+    # Rather than a flag: layers of four bits, say, note that they have run.
+    is_number = type(value) in (int, float)
+    return value is None or is_number or isinstance(value, Tensor)
 
 
 def _has_tensors(module: nn.Module) -> bool:

@@ -35,7 +35,7 @@ RANK = {"backend_kwargs": {"rank": 3}}
 USES = [
     lambda la, batches: la(batches[0]),
     lambda la, batches: la(batches[0], pred_type="nn", n_samples=2),
-    lambda la, batches: la.predictive_moments(batches[0]),
+    lambda la, batches: [*la.predictive_moments(batches[0])],
     lambda la, batches: la.functional_samples(batches[0], n_samples=2),
     lambda la, batches: la.predictive_statistics(batches).f_mu,
     lambda la, batches: la.fit(batches, override=False),
