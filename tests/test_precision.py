@@ -115,7 +115,7 @@ def test_confident_samples_keep_their_curvature_in_half_precision():
 
 @pytest.mark.parametrize(
     ("kind", "structure"),
-    [("gpt2", "lowrank_kron"), ("bert", "kron"), ("bert", "full")],
+    [("gpt2", "lowrank_kron"), ("bert", "kron"), ("bert", "diag"), ("bert", "full")],
 )
 def test_fit_and_predictions_under_autocast_give_the_posterior_of_float32(
     kind, structure

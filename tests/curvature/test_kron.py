@@ -130,3 +130,12 @@ def test_streaming_keeps_the_energy_of_the_optimal_factor(
         # As near as a sum of 1,500 rows in float32 comes.
         expected = rows.double().square().sum()
         assert_close(trace.double(), expected, rtol=rounding, atol=0)
+
+
+def test_rows_that_are_not_finite_show_in_the_trace_alone():
+    rows = decaying_rows(60, 8)
+    rows[3, 2] = torch.inf
+    block = summed(rows, rank=2)
+    assert not block.trace.isfinite()
+    # An eigendecomposition would fail on them.
+    assert block.columns.isfinite().all()

@@ -52,9 +52,7 @@ def test_what_is_not_finite_is_named_and_does_no_harm(
 ):
     model = with_lora(Broken(), "first", "second")
     ((X, y),) = pairs()
-    # Of a low rank: its updates would fail on what is not finite.
-    settings = full_rank(structure, rank=1, kfac_approx=kfac_approx)
-    la = make(model, structure, **settings)
+    la = make(model, structure, **full_rank(structure, kfac_approx=kfac_approx))
 
     def breaking_at_the_second_batch() -> Iterator[tuple[Tensor, Tensor]]:
         yield X, y
