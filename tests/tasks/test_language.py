@@ -18,7 +18,11 @@ import tests.support.dense as dense
 from laplace_lora_ext.models import output_layer
 from laplace_lora_ext.passes import graph
 from laplace_lora_ext.tasks.classification import drawn_labels
-from laplace_lora_ext.tasks.language import LabelsOfTokens, TokensModel
+from laplace_lora_ext.tasks.language import (
+    LANGUAGE_MODELING,
+    LabelsOfTokens,
+    TokensModel,
+)
 from laplace_lora_ext.tasks.task import Draws
 from tests.support.cases import unpadded_rows
 from tests.support.dense import EXACT
@@ -149,6 +153,22 @@ def test_labels_are_drawn_once():
     logits = torch.tensor([[0.0, 1.0, 2.0]])
     for f in (logits, -logits):  # of which others would be drawn
         assert_close(labels.read(f), f.log_softmax(-1)[:, 1:])
+
+
+def test_a_text_by_itself_has_its_own_labels(adapted):
+    batch = six_texts()
+    _, y = adapted.split(batch)
+    owners = (y != IGNORED).nonzero()[:, 0]
+
+    def numbers(n_tokens: int) -> Tensor:
+        return torch.linspace(0, 0.99, n_tokens)[None].double()
+
+    seeds: Any = None
+    compute = LANGUAGE_MODELING.objective(adapted, y, seeds, numbers).compute
+    alone = [
+        compute(text, owners == row) for row, text in enumerate(unpadded_rows(batch))
+    ]
+    assert_close(torch.cat(alone), compute(batch, None))
 
 
 def test_the_loss_and_the_evidence_are_those_of_all_labelled_tokens(gpt2):
@@ -471,6 +491,7 @@ def test_labels_of_an_encoder_decoder_are_predicted_at_their_own_place(kind):
     batch = pairs_of_texts()
     assert_has_the_loss_of_training(model, batch)
     adapted = TokensModel(model)
+    assert torch.equal(adapted.labelled(batch), batch["labels"] != IGNORED)
     expected = adapted(batch)
     # What a decoder reads may be said by a collator, left open, or given as embeddings.
     tokens = shifted(model, batch["labels"])
