@@ -223,9 +223,9 @@ class Predictor(Members):
         divergence, for 30 % of the training's steps and without dropout, which would
         blur what is smooth already. Where the adapter has a head of its own, as
         classifiers do, the student's is divided by the best temperature and frozen: a
-        student that starts much more confident than its teacher loses accuracy. The
-        result is an ordinary LoRA adapter, to be merged, quantised and served without
-        this library: `model.set_adapter(name)`.
+        student that starts much more confident than its teacher loses accuracy. Nothing
+        is evaluated meanwhile. The result is an ordinary LoRA adapter, to be merged,
+        quantised and served without this library: `model.set_adapter(name)`.
 
         With `class_token_ids`, the answers' tokens share the probability that the
         trained model gives them all together, so that greedy decoding still answers.

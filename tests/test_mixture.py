@@ -268,8 +268,6 @@ def test_members_score_texts_together():
     second = other.score(batch, 1, shared).tokens
     total = 2 * first.log_prob.exp() + second.log_prob.exp()
     assert_close(mixed.tokens.log_prob.exp(), total / 3)
-    total = first.map_log_prob.exp() + second.map_log_prob.exp()
-    assert_close(mixed.tokens.map_log_prob.exp(), total / 2)
 
 
 # --- what cannot be mixed -------------------------------------------------------------

@@ -457,11 +457,12 @@ def _precision(model: LogitsModel) -> float:
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if torch.is_autocast_enabled(model.device.type):
         dtypes.add(torch.get_autocast_dtype(model.device.type))
-    precisions: list[float] = []
-    for dtype in dtypes:
-        is_quantised = not dtype.is_floating_point or dtype.itemsize == 1
-        precisions.append(torch.finfo(torch.bfloat16 if is_quantised else dtype).eps)
-    return max(precisions)
+    # What is quantised is computed in half precision.
+    computed = {
+        dtype if dtype.is_floating_point and dtype.itemsize > 1 else torch.bfloat16
+        for dtype in dtypes
+    }
+    return max(torch.finfo(dtype).eps for dtype in computed)
 
 
 # --- predictions ----------------------------------------------------------------------

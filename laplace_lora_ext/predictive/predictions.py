@@ -364,8 +364,6 @@ class NumberPrediction(NamedTuple):
         of_members = self.means + self.stds * z.to(self.means)
         # A mixture's quantile lies between its members'.
         low, high = of_members.aminmax(dim=1)
-        if self.means.shape[1] == 1:
-            return low
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
             # The probability that targets lie below the middle.

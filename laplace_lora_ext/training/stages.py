@@ -38,7 +38,7 @@ from laplace_lora_ext.models.logits_model import find_transformer
 from laplace_lora_ext.models.lora_layers import looks_trained
 from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.posterior import Hyperparameters
-from laplace_lora_ext.processes.exchange import of_first
+from laplace_lora_ext.processes.exchange import of_first, rank
 from laplace_lora_ext.processes.shards import Division
 from laplace_lora_ext.saving import write_whole
 from laplace_lora_ext.training.trainers import (
@@ -401,8 +401,9 @@ def _train_or_read(
     deciding = {**arguments, **decided_by, "share": share_of_steps, "average": average}
     # As text: types are lost in a file.
     deciding = {name: str(value) for name, value in deciding.items()}
-    # Processes may see other files, where each machine has a disk of its own.
-    mark, checkpoint = of_first(_begun(folder))
+    # Only the first looks: others may see other files, where each machine has a disk of
+    # its own, or the first one's while it writes.
+    mark, checkpoint = of_first(_begun(folder) if rank() == 0 else (None, None))
     if mark is None:
         mark = {"decided_by": deciding, "log": None}
         if trainer.args.should_save:

@@ -110,7 +110,7 @@ class SecondTraining(TuningMethod):
         division, _ = examples.divided(fitted, self.held_out, self.generator)
         rest, held, _ = division
         train = self.train or partial(self._from_trainer, fitted)
-        with own_adapter_back(fitted.model) as activate:
+        with own_adapter_back(fitted.model):
             model = train(rest)
             if not isinstance(model, nn.Module):
                 raise TypeError(
@@ -130,9 +130,6 @@ class SecondTraining(TuningMethod):
                     "call, on the given examples alone, and return the model with that "
                     "adapter active."
                 )
-            # A posterior's passes choose its own adapter; what is active now is the
-            # user's.
-            activate()
             posterior.fit(examples.batches(rest), progress_bar=self.progress_bar)
             search = GridSearch(
                 val_loader=examples.batches(held),
@@ -155,7 +152,11 @@ class SecondTraining(TuningMethod):
                 model.set_adapter(fitted_adapter)
             add_fresh_adapter(model, _NAME)
             folder = Path(self.trainer.args.output_dir, _NAME)
-            share = 1 - self.held_out
-            average = share_of(self.average)
-            train_with(self.trainer, rest, share, folder, average=average)
+            train_with(
+                self.trainer,
+                rest,
+                1 - self.held_out,
+                folder,
+                average=share_of(self.average),
+            )
         return la.model.model

@@ -325,13 +325,6 @@ def test_a_training_that_goes_on_ends_with_the_same_mean(tmp_path, step):
     assert_equal(trained(ended.model), trained(whole.model))
 
 
-def test_a_checkpoint_without_sums_is_refused(tmp_path):
-    trainer_of(tmp_path, max_steps=STEPS).train()
-    resumed = trainer_of(tmp_path, AveragingCallback(), max_steps=STEPS)
-    with pytest.raises(FileNotFoundError, match="sums_of_weights_0"):
-        resumed.train(resume_from_checkpoint=True)
-
-
 def test_the_best_checkpoint_and_the_mean_exclude_each_other(tmp_path):
     watch = Watch()
     trainer = averaging(

@@ -165,6 +165,7 @@ def test_each_example_that_a_loader_gives_is_trained_on_or_held_out(
     train = Training()
     choose = SecondTraining(train=train, train_loader=given, held_out=0.4)
     choose(la)
+    assert len(Examples.of_loader(given)._groups(la)) == len(places)
     (rest, held, _), _ = Examples.of_loader(given).divided(la, 0.4, None)
     assert sorted([*rest.indices, *held.indices]) == list(places)
     assert len(held) == n_held_out

@@ -1,4 +1,4 @@
-"""A scale of the logits: what predicts by it, and what does not."""
+"""What predicts, and its scale of the logits: what goes by it, and what does not."""
 
 import math
 from typing import Any
