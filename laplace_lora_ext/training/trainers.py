@@ -344,7 +344,6 @@ def train_with(
         args.warmup_steps = round(share_of_steps * args.warmup_steps)
     if average:
         args.lr_scheduler_type = SchedulerType.CONSTANT_WITH_WARMUP
-        args.lr_scheduler_kwargs = {}  # those of another schedule
         # First, so that a checkpoint is whole when the others hear of it.
         callbacks = [AveragingCallback(average), *callbacks]
     for callback in callbacks:
@@ -361,11 +360,11 @@ def train_with(
         for callback in callbacks:
             trainer.remove_callback(callback)
         _forget_optimizer(trainer)
-    model = find_peft_model(trainer.model)
     best = trainer.state.best_model_checkpoint
-    # The trainer has read "default", which PEFT saves beside the other adapters'
-    # folders.
-    if args.load_best_model_at_end and best and model.active_adapter != "default":
+    if args.load_best_model_at_end and best:
+        # The trainer has read "default", which PEFT saves beside the other adapters'
+        # folders.
+        model = find_peft_model(trainer.model)
         read_adapter(model, str(model.active_adapter), Path(best))
 
 

@@ -18,7 +18,6 @@ from torch.utils.data import (
     Subset,
     SubsetRandomSampler,
 )
-from transformers import TrainerCallback
 
 from laplace_lora_ext import (
     GridSearch,
@@ -28,6 +27,7 @@ from laplace_lora_ext import (
     train_in_stages,
 )
 from laplace_lora_ext.metrics import compare, quality
+from laplace_lora_ext.training import stages
 from laplace_lora_ext.training.stages import choose_priors, joined
 from tests.support.matrices import plain
 from tests.support.models import Batch, base_model, lora_model, pairs, plain_model
@@ -39,7 +39,17 @@ from tests.support.posteriors import (
     validation_loss,
 )
 from tests.support.ranks import Texts, launched, on_ranks
-from tests.support.trainers import N, Stop, Watch, trainer_of, values
+from tests.support.trainers import (
+    N,
+    Record,
+    Stop,
+    Watch,
+    assert_equal,
+    mean_of,
+    trained,
+    trainer_of,
+    values,
+)
 
 BATCH, *_ = Texts(4).batches
 # With it nothing is left out of a factor, so that the curvature is the same in any
@@ -130,6 +140,8 @@ def test_members_choose_their_own_noise():
     assert alone.sigma_noise < 0.4
     for found in choose_priors([la, la], batches).hyperparameters:
         assert_close(found.sigma_noise, alone.sigma_noise)
+    # The posteriors keep theirs.
+    assert la.sigma_noise == 0.5
 
 
 # --- stages of a trainer --------------------------------------------------------------
@@ -138,6 +150,9 @@ def test_members_choose_their_own_noise():
 # Settings of a trainer, the share held out, and each stage's steps and warm-up.
 SHARES: list[tuple[dict[str, Any], float, tuple[int, int], tuple[int, int]]] = [
     ({"max_steps": 10, "warmup_steps": 5}, 0.4, (6, 2), (3, 1)),
+    # A share of all steps.
+    ({"max_steps": 10, "warmup_steps": 0.5}, 0.4, (6, 2), (3, 1)),
+    ({"max_steps": 1}, 0.4, (1, 1), (0, 0)),
     ({"max_steps": -1, "gradient_accumulation_steps": 2}, 0.2, (6, 3), (0, 0)),
     # 1 - 0.7 is a little more than 0.3, which must not add a step.
     ({"max_steps": -1, "per_device_train_batch_size": 2}, 0.7, (9, 8), (0, 0)),
@@ -193,6 +208,7 @@ def test_the_prior_is_what_the_held_out_texts_choose(tmp_path):
     watch = Watch()
     data, model = Learnable(N), lora_model("bert")
     options = {"model": model, "data": data, "max_steps": 20, "learning_rate": 0.05}
+    options["eval_data"] = {"several": data}  # which have no figures
     trainer = trainer_of(tmp_path, watch, save_strategy="no", **options)
     la = train_in_stages(trainer, 0.4, backend_kwargs={"rank": ALL_COLUMNS})
     chosen = la.prior_precision.item()
@@ -239,6 +255,8 @@ def in_folder_with_evaluations(folder: Path, adapter: str, members: int):
     la = train_in_stages(trainer, members=members)
     assert model.active_adapter == adapter
     assert (folder / "stage_1" / "checkpoint-4").exists()
+    # As after any training.
+    assert (folder / "training_args.bin").exists()
     log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     assert log == trainer.state.log_history
     expected = compare(la, DataLoader(Texts(9), batch_size=5)).posterior["nll"]
@@ -246,35 +264,11 @@ def in_folder_with_evaluations(folder: Path, adapter: str, members: int):
     return la, trainer
 
 
-class Trajectory(TrainerCallback):
-    """Copies the trained weights before a training, and after each step."""
-
-    def __init__(self) -> None:
-        self.stages: list[list[Tensor]] = []
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.stages.append([trained_vector(model)])
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        self.stages[-1].append(trained_vector(model))
-
-
-def trained_vector(model: nn.Module) -> Tensor:
-    """Copy what requires a gradient, as one vector."""
-    weights = [each for each in model.parameters() if each.requires_grad]
-    return torch.cat([weight.detach().flatten() for weight in weights])
-
-
 def test_each_stage_leaves_the_mean_of_its_steps(tmp_path):
-    seen = Trajectory()
-    watch = Watch()
-    trainer = trainer_of(tmp_path, seen, watch, max_steps=20, warmup_steps=5)
+    record, watch = Record(), Watch()
+    trainer = trainer_of(tmp_path, record, watch, max_steps=20, warmup_steps=5)
     la = train_in_stages(trainer, average=True)
-    first, second = seen.stages
-    # Of 16 and 5 steps, after the weights at the beginning.
-    assert torch.allclose(second[0], torch.stack(first[-10:]).mean(0), atol=1e-7)
-    mean = torch.stack(second[-3:]).mean(0)
-    assert torch.allclose(trained_vector(trainer.model), mean, atol=1e-7)
+    assert_equal(trained(trainer.model), mean_of(record.weights[-3:]))
     # What is fitted is what is saved.
     read = from_pretrained(PeftModel.from_pretrained(fresh_base(), tmp_path), tmp_path)
     assert torch.equal(read(BATCH), la(BATCH))
@@ -359,6 +353,12 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(
         for trainer in (resumed, whole)
     ]
     assert losses[0] == losses[1]
+
+
+def test_the_last_checkpoint_is_that_of_most_steps(tmp_path):
+    for folder in (tmp_path, tmp_path / "checkpoint-9", tmp_path / "checkpoint-10"):
+        stages._write(folder, {})
+    assert stages._begun(tmp_path) == ({}, tmp_path / "checkpoint-10")
 
 
 REVERSED = [Texts(N)[place] for place in reversed(range(N))]

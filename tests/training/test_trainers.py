@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from laplace_lora_ext import AveragingCallback, Laplace, WeightAverage, train_in_stages
+from laplace_lora_ext.models.lora_layers import is_untrained
 from laplace_lora_ext.training.trainers import (
     loader_of,
     restored,
@@ -30,7 +31,17 @@ from laplace_lora_ext.training.trainers import (
 from tests.support.models import VOCABULARY, llama, lora_model
 from tests.support.posteriors import fitted
 from tests.support.ranks import Texts, on_ranks
-from tests.support.trainers import N, Stop, Watch, trainer_of, values
+from tests.support.trainers import (
+    N,
+    Record,
+    Stop,
+    Watch,
+    assert_equal,
+    mean_of,
+    trained,
+    trainer_of,
+    values,
+)
 
 # --- loaders --------------------------------------------------------------------------
 
@@ -117,6 +128,7 @@ def test_a_second_training_ends_with_the_best_of_its_own_adapter(tmp_path):
     other = second_posterior(la)
     # It has learnt something else.
     assert not torch.equal(other.mean, la.mean)
+    assert not is_untrained(other.blocks)
     with pytest.raises(ValueError, match="'second_training_0' already: remove it"):
         second_posterior(la)
     trainer.model.delete_adapter("second_training_0")
@@ -132,7 +144,11 @@ def test_a_second_training_averages(tmp_path):
     watch = Watch()
     trainer = trainer_of(tmp_path, watch, max_steps=10)
     la = fitted(model=trainer.model)
+    # It is as the fitted one, whichever is active.
+    trainer.model.add_adapter("other", LoraConfig(r=2, target_modules=["key"]))
+    trainer.model.set_adapter("other")
     la.optimize_prior_precision(method="second_training", trainer=trainer, average=0.5)
+    assert trainer.model.active_adapter == "other"
     ((rates, _),) = [zip(*steps, strict=True) for steps in watch.steps]
     assert rates == (1e-2,) * 8
 
@@ -228,41 +244,6 @@ def test_trainers_of_trl_train_in_stages(tmp_path, kind, trl):
 
 STEPS = 10
 AVERAGED = 6  # the last of them
-
-Weights = dict[str, Tensor]
-
-
-def trained(model: nn.Module) -> Weights:
-    """Copy what requires a gradient."""
-    named = model.named_parameters()
-    return {name: w.detach().clone() for name, w in named if w.requires_grad}
-
-
-def mean_of(weights: list[Weights]) -> Weights:
-    """Average recorded weights as the sums do: in float32, one after the other."""
-    means = {}
-    for name, first in weights[0].items():
-        total = torch.zeros_like(first, dtype=torch.float32)
-        for each in weights:
-            total = total + each[name].float()
-        means[name] = (total / len(weights)).to(first)
-    return means
-
-
-def assert_equal(found: Weights, expected: Weights) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-
-
-class Record(TrainerCallback):
-    """Copies the weights after each step."""
-
-    def __init__(self) -> None:
-        self.weights: list[Weights] = []
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        self.weights.append(trained(model))
 
 
 # --- a loop of one's own --------------------------------------------------------------
