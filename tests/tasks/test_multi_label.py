@@ -147,15 +147,30 @@ def test_drawn_weights_give_sigmoids():
 # --- choices of a prior ---------------------------------------------------------------
 
 
-def test_agreement_chooses_as_for_two_classes():
-    found = []
+def chosen_by_both(method: str, loader: str, **options: Any):
+    """Choose priors of both posteriors; return their objectives, and the priors."""
+    objectives, priors = [], []
     for la, data in zip(both(), (batches(), in_two_classes(batches())), strict=True):
-        history = la.optimize_prior_precision(method="agreement", train_loader=data)
-        found.append((history.objective, la.prior_precision))
-    (of_texts, prior), (of_labels, expected) = found
-    assert_close(of_texts, of_labels, **SAME_OBJECTIVE)
+        history = la.optimize_prior_precision(
+            method=method, **{loader: data}, **options
+        )
+        objectives.append(history.objective)
+        priors.append(la.prior_precision)
     # Near an optimum, rounding moves the place more than the height.
-    assert_close(prior, expected, rtol=1e-3, atol=0)
+    assert_close(*priors, rtol=1e-3, atol=0)
+    return objectives
+
+
+def test_agreement_chooses_as_for_two_classes():
+    assert_close(*chosen_by_both("agreement", "train_loader"), **SAME_OBJECTIVE)
+
+
+def test_a_descent_starts_from_the_sum_of_a_texts_labels():
+    # All there is in one batch, so that no draw decides what is in it.
+    options = {"n_steps": 3, "batch_size": N_TEXTS * N_LABELS}
+    of_texts, of_labels = chosen_by_both("val_gd", "val_loader", **options)
+    # Only the first, since Adam's steps are those of a loss of any scale.
+    assert_close(of_texts[0], N_LABELS * of_labels[0], **SAME_OBJECTIVE)
 
 
 # --- trainings ------------------------------------------------------------------------
