@@ -218,7 +218,8 @@ def _teaching(trainer: Any, model: LogitsModel, task: Task) -> Iterator[None]:
         data_collator=partial(_collate, pad_token(model.transformer) or 0),
         compute_loss=compute_loss,
         compute_loss_func=None,
-        # With both, the trainer divides the loss by the number of accumulated steps.
+        # So the trainer divides the loss by the number of accumulated steps; which of
+        # these tells it depends on the release of transformers.
         model_accepts_loss_kwargs=False,
         loss_is_scaled_for_ga=False,
     ):

@@ -394,13 +394,13 @@ def with_attributes(trainer: Any, **values: Any) -> Iterator[None]:
 def restored(trainer: Any) -> Iterator[None]:
     """Restore a trainer, its callbacks, mode and random states at the end.
 
-    Attributes count, and what is in lists and dictionaries among them.
+    Attributes count, and what is in lists and dictionaries among them. Flags, and what
+    an accelerator holds, are set anew by each training.
     """
-    handler = trainer.callback_handler
-    parts = (trainer.state, trainer.control, trainer.accelerator, handler)
+    parts = (trainer, trainer.state, *trainer.callback_handler.callbacks)
     held = [
         (container, copy(container))
-        for part in (trainer, *parts, *handler.callbacks)
+        for part in parts
         for container in (vars(part), *vars(part).values())
         if type(container) in (dict, list)
     ]

@@ -151,6 +151,7 @@ def test_its_own_probabilities_are_the_posteriors(tmp_path):
     trainer.add_callback(EarlyStoppingCallback())
     trainer.eval_dataset = trainer.train_dataset
     trainer.args.eval_strategy = "steps"
+    trainer.args.eval_on_start = True
     trainer.args.load_best_model_at_end = True
     trainer.args.metric_for_best_model = "loss"
     assert la.distill(trainer) == "calibrated"
