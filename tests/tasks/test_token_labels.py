@@ -161,7 +161,7 @@ def test_a_long_text_is_read_alike_by_a_few_tokens_at_a_time(
         """Predict in every way, and tell what is kept of labelled tokens."""
         found = [
             la(long_text),
-            la.predictive_moments(long_text),
+            tuple(la.predictive_moments(long_text)),
             la.function(3)(long_text),
             predicted(la, long_text),
         ]
