@@ -291,6 +291,8 @@ class TokenGridSearch(GridMethod):
     ----------
     init_prior_prec : float or torch.Tensor
         several numbers are a base that the grid multiplies; a single number is ignored
+    prior_structure : {"scalar", "layerwise", "diag"}, optional
+        as for `TuningMethod`; the grid multiplies all by one factor
     progress_bar : bool, default=False
         whether to show one
     val_loader : DataLoader or iterable
