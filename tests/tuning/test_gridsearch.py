@@ -151,8 +151,8 @@ def test_a_matrix_that_is_no_covariance_is_the_worst(validation, monkeypatch):
         return covariance(self, Js)
 
     monkeypatch.setattr(type(la), "functional_variance", of_large_priors)
-    history = GridSearch(val_loader=validation, **PRIORS_ALONE)(la)
-    assert history.objective.isinf().tolist() == [True] * 3 + [False] * 4
+    history = GridSearch(val_loader=validation, **GRID)(la)
+    assert history.objective.isinf().tolist() == [True] * 3 + [False] * 5
     assert la.prior_precision >= 1
 
 
