@@ -62,7 +62,7 @@ class Data:
         return "tensor([...])"
 
 
-TOKENIZE = "tokenized first"
+TOKENIZE = "tokenized to tensors first"
 WRONG = {
     "a name": (lambda la: la(batch(), link_approx="nope"), "'nope' is none of"),
     "data as a name": (lambda la: la(batch(), link_approx=Data()), "not a Data"),

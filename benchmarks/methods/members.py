@@ -80,18 +80,24 @@ class Posteriors:
 
     def _signs(self, name: str, mean: Tensor) -> dict[str, Tensor]:
         """Compute what the posteriors say of how doubtful each text is."""
-        scaled = []
-        for member, chosen in zip(self.members, self.choices, strict=True):
-            moments = member.statistics[name].moments(chosen.prior_precision)
-            scaled.append(moments.scaled(chosen.logit_scale))
-        parts_of_mean = mean.split(AT_ONCE)
-        parts = [moments.split(AT_ONCE) for moments in scaled]
+        chosen_for = list(zip(self.members, self.choices, strict=True))
+
+        def moments_of(rows: slice) -> list[Moments]:
+            return [
+                member.statistics[name][rows]
+                .moments(chosen.prior_precision)
+                .scaled(chosen.logit_scale)
+                for member, chosen in chosen_for
+            ]
+
         epistemic = []
-        for of_mean, *of_members in zip(parts_of_mean, *parts, strict=True):
+        for start in range(0, len(mean), AT_ONCE):
+            rows = slice(start, start + AT_ONCE)
             # As many draws of each member: a mixture takes each of them as likely.
-            draws = torch.cat([_drawn(moments) for moments in of_members])
-            decisions = Decisions.of_draws(of_mean, draws)
+            draws = torch.cat([_drawn(moments) for moments in moments_of(rows)])
+            decisions = Decisions.of_draws(mean[rows], draws)
             epistemic.append(decisions.epistemic_entropy)
+        scaled = moments_of(slice(None))
         f_mu = torch.stack([moments.f_mu for moments in scaled])
         f_var = torch.stack([moments.f_var for moments in scaled])
         _, covariance = mix_moments(f_mu, f_var)
