@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from benchmarks.options import Run
-from laplace_lora_ext.training.trainers import WeightAverage, steps_to_average
+from laplace_lora_ext.training.averaging import WeightAverage, steps_to_average
 
 Weights = dict[str, Tensor]
 Checkpoints = dict[int, Weights]  # by the number of steps

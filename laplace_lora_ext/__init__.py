@@ -13,13 +13,13 @@ from laplace_lora_ext.merging import merge
 from laplace_lora_ext.mixture import LaplaceMixture
 from laplace_lora_ext.models.choices import DataCollatorForChoices
 from laplace_lora_ext.predicting import Predictor
-from laplace_lora_ext.predictive.amortized import LearntVariance
+from laplace_lora_ext.predictive.learnt_variance import LearntVariance
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.predictions import NumberPrediction, Prediction, Review
 from laplace_lora_ext.predictive.scores import TextScores
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
+from laplace_lora_ext.training.averaging import AveragingCallback, WeightAverage
 from laplace_lora_ext.training.stages import in_stages, train_in_stages
-from laplace_lora_ext.training.trainers import AveragingCallback, WeightAverage
 from laplace_lora_ext.tuning import (
     Agreement,
     GridSearch,

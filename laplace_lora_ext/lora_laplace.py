@@ -35,12 +35,12 @@ from laplace_lora_ext.models.same_model import ModelState, check_same, standing_
 from laplace_lora_ext.models.weights import replace_weights
 from laplace_lora_ext.passes.recorder import Recorder
 from laplace_lora_ext.predicting import Predictor
-from laplace_lora_ext.predictive.amortized import (
-    LearntVariance,
+from laplace_lora_ext.predictive.amortization import (
     amortize,
     amortized_moments,
     moments_for,
 )
+from laplace_lora_ext.predictive.learnt_variance import LearntVariance
 from laplace_lora_ext.predictive.links import LINKS, log_probabilities, shared_noise
 from laplace_lora_ext.predictive.moments import (
     Moments,

@@ -21,7 +21,7 @@ from laplace_lora_ext.models.adapters import (
 )
 from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.predicting import Predictor
-from laplace_lora_ext.predictive.amortized import LearntVariance
+from laplace_lora_ext.predictive.learnt_variance import LearntVariance
 from laplace_lora_ext.predictive.moments import mix_moments, parts_for
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.processes.shards import Share

@@ -15,7 +15,7 @@ from laplace_lora_ext.messages import check_counts, check_name, warn
 from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
 from laplace_lora_ext.models.running import alone, cpu_as_default, exclusive
 from laplace_lora_ext.models.weights import parameters_with
-from laplace_lora_ext.predictive.amortized import moments_for
+from laplace_lora_ext.predictive.amortization import moments_for
 from laplace_lora_ext.predictive.data_sets import over_examples, padded
 from laplace_lora_ext.predictive.links import (
     DEFAULT_LINK,

@@ -14,6 +14,7 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.models.weights import Block, Values, replace_weights, values_of
 from laplace_lora_ext.passes.recorder import Directions, Recorder, every_output
+from laplace_lora_ext.predictive.learnt_variance import LearntVariance
 from laplace_lora_ext.predictive.links import OF_DIFFERENCES
 from laplace_lora_ext.predictive.moments import (
     Contrasts,
@@ -124,7 +125,7 @@ class Posterior(ParametricLaplace, Members):
     n_outputs: int
     n_contrasts: int | None
     logit_scale: float
-    learnt_variance: Any
+    learnt_variance: LearntVariance | None
     H: Any
     # Whether weights vary: not where a search has chosen a temperature alone.
     _has_variance: bool

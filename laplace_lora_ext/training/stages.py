@@ -41,11 +41,11 @@ from laplace_lora_ext.predictive.posterior import Hyperparameters
 from laplace_lora_ext.processes.exchange import of_first, rank
 from laplace_lora_ext.processes.shards import Division
 from laplace_lora_ext.saving import write_whole
+from laplace_lora_ext.training.averaging import share_of
 from laplace_lora_ext.training.trainers import (
     Examples,
     loader_of,
     same_random_states,
-    share_of,
     train_with,
 )
 from laplace_lora_ext.tuning.gridsearch import GridSearch, nll_of_tokens

@@ -16,11 +16,11 @@ from transformers import set_seed
 from laplace_lora_ext.models.adapters import add_fresh_adapter, own_adapter_back
 from laplace_lora_ext.models.weights import flatten_weights
 from laplace_lora_ext.predictive.posterior import Members, Posterior
+from laplace_lora_ext.training.averaging import share_of
 from laplace_lora_ext.training.trainers import (
     Examples,
     peft_model_of,
     restored,
-    share_of,
     train_with,
 )
 from laplace_lora_ext.tuning.gridsearch import GridSearch

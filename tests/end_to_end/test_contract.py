@@ -16,7 +16,8 @@ from torch.testing import assert_close
 
 import laplace_lora_ext
 from laplace_lora_ext import LaplaceMixture
-from laplace_lora_ext.predictive.amortized import amortized_moments, log_variances
+from laplace_lora_ext.predictive.amortization import amortized_moments
+from laplace_lora_ext.predictive.learnt_variance import log_variances
 from tests.support.cases import LINKS, Case, Dense, assert_dense, assert_near, dense
 from tests.support.dense import curvature_of, glm_covariance
 from tests.support.matrices import CASES, LINEAR, SELECTIONS

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext import Moments
-from laplace_lora_ext.predictive.amortized import moments_for
+from laplace_lora_ext.predictive.amortization import moments_for
 from laplace_lora_ext.predictive.links import mean_field
 from laplace_lora_ext.predictive.moments import (
     MOST,

@@ -1,0 +1,228 @@
+"""Learns the variances of a posterior's logits, and predicts by one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_lora_ext.messages import check_name
+from laplace_lora_ext.models.batches import named_batches
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.output_layer import logits_and_hidden_states
+from laplace_lora_ext.models.running import exclusive
+from laplace_lora_ext.models.swapping import Swapping
+from laplace_lora_ext.models.weights import are_in_place
+from laplace_lora_ext.predictive.data_sets import Columns, over_loader
+from laplace_lora_ext.predictive.learnt_variance import LearntVariance, log_variances
+from laplace_lora_ext.predictive.moments import Moments
+from laplace_lora_ext.predictive.posterior import (
+    Posterior,
+    check_is_batch,
+    logits_with,
+    moments_of_model,
+    of_classes,
+)
+from laplace_lora_ext.processes.exchange import together
+from laplace_lora_ext.processes.shards import join_batches
+
+_SWAPPED = "swapped"
+# For each example, where there are too many outputs for a backward pass each.
+_DRAWS = 8
+
+# The logarithm of a variance that is estimated from k draws is off by digamma(k / 2) -
+# log(k / 2) on average, and its variance is trigamma(k / 2) (Bartlett & Kendall, 1946).
+_HALF_OF_DRAWS = torch.tensor(_DRAWS / 2, dtype=torch.float64)
+_BIAS_OF_DRAWS = (torch.digamma(_HALF_OF_DRAWS) - _HALF_OF_DRAWS.log()).item()
+_NOISE_OF_DRAWS = torch.polygamma(1, _HALF_OF_DRAWS).item()
+
+
+# --- learning -------------------------------------------------------------------------
+
+
+@exclusive
+@torch.inference_mode(False)
+@torch.no_grad()
+@together()
+def amortize(
+    la: Posterior,
+    loader: Iterable[Any],
+    unlabelled: str | Iterable[Any] | None,
+    progress_bar: bool,
+    generator: torch.Generator | None,
+) -> LearntVariance:
+    """Learn the variances of the logits, so that predictions take one forward pass.
+
+    Parameters, result and errors are those of `LoRALaplace.amortize`.
+    """
+    if la.task.predicted is not la.task:
+        raise ValueError(
+            f"amortize is for classification and regression, not {la.likelihood}."
+        )
+    la.check_model()
+    generator = generator or torch.Generator()
+    # Weights are drawn where the model is, by a generator of that place.
+    draws = torch.Generator(la.model.device)
+    draws.manual_seed(generator.initial_seed())
+    data = {"[Variances]": loader}
+    swapped = None
+    if isinstance(unlabelled, str):
+        swapped = swapping(la.model, unlabelled, loader, generator)
+    elif unlabelled is not None:
+        data["[Variances, unlabelled]"] = unlabelled
+
+    def versions(batch: Any) -> Columns:
+        """Learn from K versions of each example: features and log-variances."""
+        pairs = [_learnt_from(la, batch, draws)]
+        copy = None if swapped is None else swapped(batch)
+        if copy is not None:
+            pairs.append(_learnt_from(la, copy, draws))
+        return tuple(torch.stack(each, dim=1) for each in zip(*pairs, strict=True))
+
+    passes = [
+        over_loader(each, versions, title, progress_bar, owners=la.model.owners)
+        for title, each in data.items()
+    ]
+    features, logs = join_batches(passes)
+    learnt = LearntVariance.of(
+        features.flatten(0, 1),
+        logs.flatten(0, 1),
+        prior_precision=la.prior_precision,
+        curvature_scale=la._H_factor,
+        noise=_NOISE_OF_DRAWS if _draws(la) else 0.0,
+    )
+    la.learnt_variance = learnt.to(la.model.device, la.blocks[0].statistics_dtype)
+    return la.learnt_variance
+
+
+def swapping(
+    model: LogitsModel, name: str, loader: Iterable[Any], generator: torch.Generator
+) -> Callable[[Any], Any]:
+    """Return a function that copies a batch with a loader's tokens; None of no texts.
+
+    Refuses another name than "swapped".
+    """
+    check_name("unlabelled", name, [_SWAPPED])
+    texts = [model.text(batch) for _, batch in named_batches(loader)]
+    texts = [text for text in texts if text is not None]
+    swap = Swapping(texts, model.transformer, generator) if texts else None
+
+    def swapped(batch: Any) -> Any:
+        text = model.text(batch)
+        return None if swap is None or text is None else swap(text)
+
+    return swapped
+
+
+def _learnt_from(
+    la: Posterior, batch: Any, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Compute features `(B, p)` and logarithms of variances `(B, P)`, on the CPU.
+
+    They are exact, or from draws and right on average.
+    """
+    inputs = la.model.inputs(batch)
+    with la.model.running():
+        _, features = features_of(la, inputs)
+    if _draws(la):
+        changes = changes_of_logits(la, inputs, la.sample(_DRAWS, generator))
+        f_var = torch.einsum("sbj,sbk->bjk", changes, changes) / _DRAWS
+        logs = log_variances(f_var) - _BIAS_OF_DRAWS
+    else:
+        _, f_var = la.predictive_moments(inputs)
+        logs = log_variances(f_var.detach())
+    return features.cpu(), logs.cpu()
+
+
+def _draws(la: Posterior) -> bool:
+    """Tell whether to learn from draws of the weights, rather than exact variances.
+
+    They take two forward passes a draw, where exact ones take a backward pass an
+    output, and need weights that can be replaced.
+    """
+    return la.n_outputs > 2 * _DRAWS and are_in_place(la.blocks)
+
+
+def changes_of_logits(la: Posterior, inputs: Any, drawn: Tensor) -> Tensor:
+    """Compute how drawn weights `(S, parameters)` change the linearised model's logits.
+
+    They are J (θ - θ*), `(S, B, C)`: central differences, by two forward passes a draw.
+    The step is the one that rounding and curvature leave the smallest error with, the
+    cube root of the precision of the model's numbers.
+    """
+    step = _precision(la.model) ** (1 / 3)
+    logits_at = partial(logits_with, la, x=inputs)
+    changes: list[Tensor] = []
+    for each in drawn:
+        change = step * (each - la.mean)
+        difference = logits_at(la.mean + change) - logits_at(la.mean - change)
+        changes.append(difference / (2 * step))
+    return torch.stack(changes)
+
+
+def _precision(model: LogitsModel) -> float:
+    """Find the precision of the coarsest numbers that a model computes with."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if torch.is_autocast_enabled(model.device.type):
+        dtypes.add(torch.get_autocast_dtype(model.device.type))
+    # What is quantised is computed in half precision.
+    computed = {
+        dtype if dtype.is_floating_point and dtype.itemsize > 1 else torch.bfloat16
+        for dtype in dtypes
+    }
+    return max(torch.finfo(dtype).eps for dtype in computed)
+
+
+# --- predictions ----------------------------------------------------------------------
+
+
+def moments_for(
+    la: Posterior, x: Any, link_approx: str, pred_type: str = "glm"
+) -> Moments:
+    """Return moments of scaled logits for a link, exact ones or learnt ones."""
+    check_name("pred_type", pred_type, ["glm", "amortized"])
+    if pred_type == "glm":
+        return moments_of_model(la, x, link_approx).scaled(la.logit_scale)
+    moments, task = amortized_moments(la, x), la.task.predicted
+    if task.has_noise:  # whose density needs a covariance
+        moments = moments.semidefinite()
+    return of_classes(task, moments).scaled(la.logit_scale)
+
+
+def amortized_moments(la: Posterior, x: Any) -> Moments:
+    """Predict mean and learnt covariance of a batch's logits, by one forward pass.
+
+    The covariance may have negative eigenvalues, which this library's links bear. A
+    `ValueError` if nothing was learnt, or the fit or the prior precision has changed
+    since.
+    """
+    check_is_batch(x, "amortized")
+    la.check_model()
+    learnt = la.learnt_variance
+    if learnt is None:
+        raise ValueError(
+            "No variance is learnt for this fit: call la.amortize(loader) first."
+        )
+    if not learnt.is_of(la.prior_precision, la._H_factor):
+        raise ValueError(
+            "The prior has changed since la.amortize(loader): call it again."
+        )
+    with la.model.forward_passes():
+        f_mu, features = features_of(la, x)
+        with torch.autocast(la.model.device.type, enabled=False):
+            return Moments(f_mu, learnt.covariance(features))
+
+
+def features_of(la: Posterior, inputs: Any) -> tuple[Tensor, Tensor]:
+    """Compute logits `(B, C)`, and features `(B, p)` to learn variances from.
+
+    Call it within a session.
+    """
+    logits, hidden = logits_and_hidden_states(la.model, inputs)
+    features = la.task.predicted.features(logits)
+    if hidden is not None:
+        features = torch.cat([hidden, features], dim=-1)
+    return logits, features.to(la.blocks[0].statistics_dtype)

@@ -1,0 +1,90 @@
+"""Copies of texts with tokens of others in them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from laplace_lora_ext.models.swapping import Swapping
+from tests.support.models import VOCABULARY, base_model
+from tests.support.posteriors import generator
+
+Batch = dict[str, Any]
+
+N_TEXTS = 40
+LENGTH = 24
+PROMPT = [5, 6, 7]
+END = 2
+# Tokens below have a meaning.
+FIRST_WORD = 20
+
+
+def texts(padding_side: str = "right") -> Batch:
+    """Make texts of 8 to 24 tokens, from a prompt to an end."""
+    shape = (N_TEXTS, LENGTH)
+    ids = torch.randint(FIRST_WORD, VOCABULARY, shape, generator=generator())
+    rows = torch.arange(N_TEXTS)
+    lengths = 8 + 7 * rows % 17
+    ids[:, : len(PROMPT)] = torch.tensor(PROMPT)
+    ids[rows, lengths - 1] = END
+    mask = (torch.arange(LENGTH) < lengths[:, None]).long()
+    batch = {"input_ids": ids.where(mask.bool(), 0), "attention_mask": mask}
+    if padding_side == "left":  # and texts the other way round
+        return {key: value.flip(1) for key, value in batch.items()}
+    return batch
+
+
+@pytest.mark.parametrize("padding_side", ["right", "left"])
+def test_three_tenths_of_the_words_are_swapped_for_words_of_the_texts(padding_side):
+    batch = texts(padding_side)
+    ids = batch["input_ids"]
+    # The tokens are read in two batches.
+    rows = slice(0, 25), slice(25, N_TEXTS)
+    parts = [{key: value[part] for key, value in batch.items()} for part in rows]
+
+    def swapped(seed: int) -> Tensor:
+        return Swapping(parts, None, generator(seed))(batch)["input_ids"]
+
+    copy = swapped(0)
+    is_word, is_changed = ids >= FIRST_WORD, copy != ids
+    # Prompt, end and padding stay.
+    assert is_word[is_changed].all()
+    n_words, n_changed = is_word.sum(1), is_changed.sum(1)
+    assert (n_changed <= (0.3 * n_words).round()).all()
+    # One in forty drawn tokens is the same as before.
+    assert 0.27 < n_changed.sum() / n_words.sum() <= 0.3
+    assert torch.isin(copy[is_changed], ids[is_word]).all()
+    assert torch.equal(swapped(0), copy)
+    assert not torch.equal(swapped(1), copy)
+
+
+def test_tokens_are_drawn_as_often_as_they_stand_in_texts():
+    common, rare = 30, 40
+    ids = torch.full((1000, 10), common)
+    ids[:100, 5:] = rare  # one in twenty
+    # No two texts begin alike: there is no prompt.
+    ids[:, 0] = torch.arange(100, 1100)
+    batch = {"input_ids": ids}
+    copy = Swapping([batch], None, generator())(batch)["input_ids"]
+    assert not torch.equal(copy, ids)
+    # About 3,000 tokens are drawn: chance moves the share by a thousandth.
+    assert 0.04 < (copy == rare).double().mean() < 0.06
+    # Texts of a prompt alone stay.
+    prompts = {"input_ids": torch.tensor([PROMPT, PROMPT])}
+    copy = Swapping([prompts], None, generator())(prompts)["input_ids"]
+    assert torch.equal(copy, prompts["input_ids"])
+
+
+def test_tokens_that_a_configuration_names_stay():
+    model = base_model("gpt2")
+    # One or several, by whatever name.
+    model.config.eos_token_id = [25, 26]
+    model.config.image_token_index = 27
+    model.config.mask_token_id = None
+    batch = texts()
+    ids = batch["input_ids"]
+    copy = Swapping([batch], model, generator())(batch)["input_ids"]
+    named = torch.tensor([25, 26, 27])
+    # They are neither swapped for others, nor others for them.
+    assert torch.equal(torch.isin(copy, named), torch.isin(ids, named))
