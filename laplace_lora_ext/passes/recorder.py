@@ -392,7 +392,6 @@ class Recorder:
         model normalises a batch.
 
         `evaluate` takes a part, and its place in the batch; what it returns has their
-        `evaluate` takes a part, and its place in the batch; what it returns has their
         logits `f_mu`. `n_outputs` vectors are back-propagated at once. A text of whose
         tokens many have logits is evaluated again and again, for some of them each
         time. Where labels tell `n_examples`, inputs with another number of rows stay
