@@ -13,14 +13,13 @@ import laplace_lora_ext
 from laplace_lora_ext.models.choices import DataCollatorForChoices
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.output_layer import logits_and_hidden_states
-from tests.compatibility.families import FAMILIES, RIGHT
+from tests.support.cases import unpadded_rows
 from tests.support.choices import (
     ANSWERS,
     batches_of_own_choices,
     choices_batch,
     logits_of_choices,
     of_prompts,
-    prompts_of,
     unpadded_choices,
 )
 from tests.support.models import (
@@ -30,11 +29,11 @@ from tests.support.models import (
     built,
     first_batch,
     llama_with_output_layer,
-    lora_model,
     ragged_batches,
     record_calls,
 )
 from tests.support.pages import WORDS, write_adapter
+from tests.support.tasks import of_written_answers
 from tests.support.texts import encoder_decoder
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -77,27 +76,6 @@ def expected_logits(model: Any, batch: Any, normalised: bool = False) -> Tensor:
 # --- what a logit is ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "side", "normalised"),
-    [
-        ("gpt2", "left", False),
-        ("gpt2", "right", True),
-        ("gpt_neox", "left", True),
-        ("gpt_neox", "right", False),
-    ],
-)
-def test_logits_are_sums_over_the_tokens_of_each_choice_alone(kind, side, normalised):
-    model = lora_model(kind).eval()
-    logits_model = LogitsModel(model, normalised=normalised)
-    for batch in batches_of_own_choices(side):
-        expected = expected_logits(model, batch, normalised)
-        assert_close(logits_model(batch), expected, **EXACT)
-        counts = batch["score_mask"].float()  # of any dtype
-        assert torch.equal(
-            logits_model(batch | {"score_mask": counts}), logits_model(batch)
-        )
-
-
 @pytest.mark.parametrize(("side", "normalised"), [("left", True), ("right", False)])
 def test_answers_of_all_texts_are_choices_of_each(gpt2, side, normalised):
     of_answers = LogitsModel(gpt2, ANSWERS, normalised=normalised)
@@ -128,39 +106,17 @@ def test_only_what_counts_is_read(eight_texts):
     assert_close(found, expected, **IN_FLOAT32)
 
 
-@pytest.mark.parametrize(
-    "family", ["Llama", "OPT", "BLOOM", "Mamba", "RoBERTa as decoder"]
-)
-def test_families_agree_with_each_answer_alone(family, four_texts):
-    model = FAMILIES[family].model(RIGHT).eval()
-    found = LogitsModel(model, ANSWERS)(four_texts)
-    expected = expected_logits(model, with_choices(four_texts))
-    assert_close(found, expected.to(found), **IN_FLOAT32)
-
-
 # --- encoder-decoders -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["bart", "t5"])
-def test_an_encoder_decoder_writes_its_answers(kind, four_texts):
-    writer = encoder_decoder(kind)
-    start = writer.config.decoder_start_token_id
-    expected = []
-    for prompt in prompts_of(four_texts):
-        of_text = []
-        for answer in ANSWERS:
-            output = writer(
-                input_ids=torch.tensor([prompt]),
-                decoder_input_ids=torch.tensor([[start, *answer]]),
-            )
-            log_p = output.logits[0].log_softmax(-1)
-            # The last place would predict what comes behind the answer.
-            of_text.append(log_p[torch.arange(len(answer)), answer].sum())
-        expected.append(torch.stack(of_text))
+def test_an_encoder_decoder_writes_its_answers(four_texts):
+    writer = encoder_decoder("bart")
+    expected = [of_written_answers(writer, row) for row in unpadded_rows(four_texts)]
     found = LogitsModel(writer, ANSWERS)(four_texts)
     assert_close(found, torch.stack(expected), **EXACT)
 
     # Of choices it reads the text once.
+    start = writer.config.decoder_start_token_id
     of_decoder = choices_batch(prompts=[[start]] * 4, choices=[ANSWERS] * 4)
     choices = four_texts | {
         "decoder_input_ids": of_decoder["input_ids"],
