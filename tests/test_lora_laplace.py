@@ -10,7 +10,6 @@ from torch.autograd import gradcheck
 from torch.distributions import MultivariateNormal
 from torch.testing import assert_close
 
-from tests.support.dense import curvature_of
 from tests.support.models import (
     CLASS_TOKEN_IDS,
     first_batch,
@@ -18,7 +17,6 @@ from tests.support.models import (
     ragged_batches,
 )
 from tests.support.posteriors import (
-    STRUCTURES,
     another_training,
     fitted,
     generator,
@@ -54,21 +52,6 @@ def test_log_prob_is_that_of_the_gaussian(la):
     difference = value - la.mean
     expected = -0.5 * difference @ P @ difference
     assert_close(la.log_prob(value, normalized=False), expected)
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_noise_of_a_regression_and_a_temperature_scale_the_curvature(structure):
-    la, X = plain_regression(structure=structure)
-    la(X)  # what it may keep is of another temperature
-    la.temperature = 0.7
-    # The noise is that of `plain_regression`.
-    expected = curvature_of(la) / (0.5**2 * 0.7) + torch.eye(la.n_params).double()
-    assert_close(la.log_det_posterior_precision, expected.logdet())
-    # All numbers of two outputs of twelve examples have their covariance.
-    jacobians, _ = la.recorder.jacobians(X)
-    J = jacobians.flatten(0, 1)
-    _, covariance = la(X, joint=True)
-    assert_close(covariance, J @ torch.linalg.solve(expected, J.T))
 
 
 def test_a_prior_may_be_changed_in_place(la):

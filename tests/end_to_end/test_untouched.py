@@ -28,6 +28,7 @@ def test_what_draws_nothing_or_by_a_generator_leaves_the_random_state():
     batches = ragged_batches()
     before = torch.get_rng_state()
     la(batches[0])
+    la.predict_proba(batches[0], link_approx="mc")
     la(batches[0], pred_type="nn", link_approx="mc", generator=generator())
     search(la, None, batches)
     la.optimize_prior_precision(method="agreement", train_loader=batches)

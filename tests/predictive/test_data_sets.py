@@ -142,8 +142,11 @@ def test_every_batch_gets_the_same_draws(la):
     first, second = twice.probabilities.split(8)
     assert torch.equal(first, once.probabilities)
     assert torch.equal(second, once.probabilities)
-    proba = la.predict_proba([batch, batch], "mc")
-    assert proba[:8].tolist() == proba[8:].tolist()
+    first, second = la.predict_proba([batch, batch], "mc").reshape(2, 8, 3)
+    assert first.tolist() == second.tolist()
+    draws = {"link_approx": "mc", "n_samples": 100_000, "generator": generator()}
+    # Of one draw, the error would be about as large as a probability.
+    assert_close(torch.from_numpy(first), la(batch, **draws), rtol=0, atol=0.05)
 
 
 # --- several processes ----------------------------------------------------------------

@@ -20,14 +20,7 @@ from laplace_lora_ext.predictive.moments import (
     square_root,
 )
 from tests.support.models import first_batch, lora_model, ragged_batches, without_labels
-from tests.support.posteriors import (
-    PRIORS_ALONE,
-    fitted,
-    generator,
-    normal,
-    some_precision,
-    validation_loss,
-)
+from tests.support.posteriors import fitted, generator, normal, some_precision
 
 # More than the nine that are ever compared, so that some are guessed.
 N_CLASSES = 14
@@ -259,14 +252,6 @@ def test_known_contrasts_are_exact_in_any_batch(la):
     assert_close(by_mean_field(la, [together]), alone)
 
 
-def test_few_classes_are_all_known():
-    la = with_classes(9, prior_precision=0.5)
-    batch = first_batch(n_classes=9)
-    exact = la.predictive_moments(batch)
-    assert_close(by_mean_field(la, [batch]), mean_field(exact).exp())
-    assert la.predictive_statistics([batch]).classes is None
-
-
 # --- statistics and searches ----------------------------------------------------------
 
 
@@ -285,16 +270,6 @@ def test_statistics_of_contrasts_predict_as_a_batch_does(la, n_contrasts, prior)
     unlabelled = la.predictive_statistics([without_labels(b) for b in batches])
     assert unlabelled.targets is None
     assert torch.equal(unlabelled.classes, statistics.classes)
-
-
-def test_a_searchs_losses_are_those_of_predictions(la, others):
-    options: dict[str, Any] = {"method": "gridsearch", **PRIORS_ALONE}
-    history = la.optimize_prior_precision(val_loader=others, **options)
-    # The first and the last of the grid; the search's statistics are in float32.
-    for place in (0, -1):
-        prior, found = history.prior_precision[place], history.objective[place]
-        expected = validation_loss(la, prior, others, link_approx="mean_field")
-        assert found.item() == pytest.approx(expected, rel=1e-4)
 
 
 # --- what differences can't tell ------------------------------------------------------

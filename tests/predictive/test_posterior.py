@@ -1,7 +1,5 @@
 """The linearised predictive and networks of drawn weights, by structure."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +7,7 @@ from torch.testing import assert_close
 
 from laplace_lora_ext.predictive.links import shared_noise, softmax_samples
 from laplace_lora_ext.predictive.moments import gaussian_samples
-from tests.support.dense import jacobians
+from tests.support.dense import curvature_of, jacobians
 from tests.support.models import first_batch
 from tests.support.posteriors import STRUCTURES, fitted, generator, plain_regression
 
@@ -23,14 +21,6 @@ def batch() -> dict[str, Tensor]:
     return first_batch()
 
 
-def dense_precision(la: Any) -> Tensor:
-    """Make a matrix of any structure's posterior precision."""
-    P = la.posterior_precision
-    if hasattr(P, "to_matrix"):
-        return P.to_matrix()
-    return P.diag() if P.ndim == 1 else P
-
-
 # --- moments --------------------------------------------------------------------------
 
 
@@ -38,11 +28,16 @@ def dense_precision(la: Any) -> Tensor:
 def test_moments_and_functions_of_a_regression(structure):
     la, X = plain_regression(structure=structure)
     x = X[:4]
+    la(x)  # what it may keep is of another temperature
+    la.temperature = 0.7
+    # The noise is that of `plain_regression`.
+    P = curvature_of(la) / (0.5**2 * 0.7) + torch.eye(la.n_params).double()
+    assert_close(la.log_det_posterior_precision, P.logdet())
     model = la.model.model
     Js = jacobians(model, x)
     # A row for each output of each example.
     J = Js.flatten(0, 1)
-    expected = J @ torch.linalg.inv(dense_precision(la)) @ J.T
+    expected = J @ torch.linalg.solve(P, J.T)
     f_mu, covariance = la(x, joint=True)
     assert_close(f_mu, model(x).detach().flatten())
     assert_close(covariance, expected)
