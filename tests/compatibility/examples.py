@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tests.support.models import N_CLASSES, VOCABULARY
+from tests.support.models import N_CLASSES, VOCABULARY, generator, normal
 
 Example = dict[str, Tensor]
 
@@ -20,14 +20,9 @@ _FIRST_WORD = 10
 _END = 2
 
 
-def _random(*shape: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
 def _words(length: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    words = torch.randint(_FIRST_WORD, VOCABULARY, (1, length), generator=generator)
+    draws = generator(seed)
+    words = torch.randint(_FIRST_WORD, VOCABULARY, (1, length), generator=draws)
     # BART reads its class there.
     words[:, -1] = _END
     return words
@@ -39,7 +34,7 @@ def of_texts(n: int) -> list[Example]:
 
 def of_numbers(n: int, key: str, shape: Sequence[int]) -> list[Example]:
     """Make examples of random numbers, another seed for each."""
-    return [{key: _random(1, *shape, seed=i)} for i in range(n)]
+    return [{key: normal(1, *shape, seed=i)} for i in range(n)]
 
 
 # Red, green and blue, of 8 x 8 pixels, unless another shape is given.
@@ -64,7 +59,7 @@ def of_images_in_texts(n: int) -> list[Example]:
         parts = [_repeated(IMAGE_TOKEN, 4 * n_images), _words(_LENGTHS[i], seed=i)]
         example = {"input_ids": torch.cat(parts, dim=1)}
         if n_images:
-            example["pixel_values"] = _random(n_images, 3, 8, 8, seed=i)
+            example["pixel_values"] = normal(n_images, 3, 8, 8, seed=i)
         examples.append(example)
     return examples
 
@@ -77,7 +72,7 @@ def of_patches_in_texts(n: int) -> list[Example]:
         image = [_repeated(5), _repeated(IMAGE_TOKEN, width), _repeated(6)]
         example = {
             "input_ids": torch.cat([*image, _words(_LENGTHS[i], seed=i)], dim=1),
-            "pixel_values": _random(4 * width, 12, seed=i),
+            "pixel_values": normal(4 * width, 12, seed=i),
             # Times, rows and columns.
             "image_grid_thw": torch.tensor([[1, 4, width]]),
         }

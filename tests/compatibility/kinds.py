@@ -11,12 +11,10 @@ import peft
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.models import OfBatches, TwoLinear, lora_model, plain_model
-
-Batches = list[tuple[Tensor, Tensor]]
 
 EXACT = "exact"
 
@@ -32,20 +30,6 @@ class Kind:
     model: Callable[[], nn.Module]
     outcome: str = EXACT
     refusal: str = ""
-
-    def batches(self) -> Batches:
-        """Make batches of five examples, one and four.
-
-        DoRA's identity of `lora_A` has five rows, too, and must not count as an
-        example.
-        """
-        generator = torch.Generator().manual_seed(1)
-        batches = []
-        for n in (5, 1, 4):
-            X = torch.randn(n, 5, generator=generator).double()
-            y = torch.arange(n) % 3
-            batches.append((X, y))
-        return batches
 
 
 # --- adapters -------------------------------------------------------------------------

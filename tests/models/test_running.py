@@ -122,19 +122,6 @@ def test_who_waits_for_a_turn_alone_is_not_passed_over():
         may_leave.set()
 
 
-def test_a_partly_compiled_model_has_the_posterior_of_the_model_as_it_was():
-    batch = first_batch()
-    expected = fitted().predictive_moments(batch)
-    model = lora_model("bert")
-    bert = model.base_model.model.bert
-    bert.encoder = torch.compile(bert.encoder)
-    before = [dict(vars(module)) for module in model.modules()]
-    la = fitted(model=model)
-    found = la.predictive_moments(batch)
-    assert_close([*found], [*expected], rtol=1e-12, atol=1e-15)
-    assert [dict(vars(m)) for m in model.modules()] == before
-
-
 # --- state ----------------------------------------------------------------------------
 
 

@@ -11,7 +11,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from laplace_lora_ext import GridSearch
@@ -95,14 +94,6 @@ def test_offloaded_weights(tmp_path, where, structure, kind):
 
 
 # --- in several processes -------------------------------------------------------------
-
-
-def test_data_parallel():
-    def job(rank: int) -> dict[str, Tensor]:
-        model = DistributedDataParallel(lora_model("bert"))
-        return facts(build(model, "lowrank_kron"))
-
-    assert_alike(on_ranks(job, 2), expected_facts("lowrank_kron"), **EXACT)
 
 
 def sharded(model: nn.Module, structure: str, leave_out: bool = False):

@@ -97,11 +97,7 @@ def windows(m: Two, x: Tensor) -> Tensor:
     return average(both_layers(m, x.reshape(-1, 2, 5)).reshape(*x.shape[:2], -1))
 
 
-def backwards(m: Two, x: Tensor) -> Tensor:
-    return average(both_layers(m, x.flip(0)).flip(0))
-
-
-LAYOUTS = [flat, positions_first, windows, backwards]
+LAYOUTS = [flat, positions_first, windows]
 
 
 def on_tokens(run: Forward) -> Forward:
@@ -138,18 +134,6 @@ def needs_pairs(m: Two, x: Tensor) -> Tensor:
     if len(x) == 1:
         raise RuntimeError("not alone")
     return shared(3)(m, x)
-
-
-def routed(first: nn.Module, second: nn.Module, x: Tensor, to_first: Tensor) -> Tensor:
-    """Positions go to one of two layers."""
-    rows = x.new_zeros(*to_first.shape, 3)
-    for layer, chosen in ((first, to_first), (second, ~to_first)):
-        # As routers do, which do not call an expert that has nothing to do.
-        if chosen.any():
-            # Of the first layer's five outputs, too, as many as there are logits.
-            of_chosen = layer(x[chosen])[:, :3].tanh()
-            rows = rows.masked_scatter(chosen[..., None], of_chosen)
-    return rows.mean(1)
 
 
 # Models of batches with several inputs.
@@ -215,10 +199,6 @@ CASES = {run.__name__: (on_tokens(run), texts(*SIZES)) for run in LAYOUTS} | {
     "texts, shared rows": (on_tokens(shared(3)), texts((3, 3), (2, 5), (1, 3))),
     "examples that count for others": (contrast, numbers((4, 3), (3, 3))),
     "no example alone": (needs_pairs, numbers((4, 3), (3, 3))),
-    "routed": (
-        lambda m, x: routed(m.first, m.second, x, x[..., 0] > 0),
-        numbers((2, 4), (3, 4)),
-    ),
     # What the first batch does not show: no gradient comes to the first layer;
     "gated": (gated, squares("gate", 0.0, 0.0, 1.0, 2.0)),
     # and `(T, B)` and `(B, T)` have the same rows.
@@ -237,7 +217,7 @@ def test_curvature_and_covariance_are_exact(case):
 
 
 class OfExperts(nn.Module):
-    """Sends odd tokens to one expert, and even ones to another."""
+    """Sends even tokens to one expert, and odd ones to another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,7 +225,15 @@ class OfExperts(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(5, 3) for _ in range(2))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return routed(*self.experts, self.embed(ids), ids % 2 == 1)
+        x = self.embed(ids)
+        rows = x.new_zeros(*ids.shape, 3)
+        for remainder, expert in enumerate(self.experts):
+            chosen = ids % 2 == remainder
+            # As routers do, which do not call an expert that has nothing to do.
+            if chosen.any():
+                of_chosen = expert(x[chosen]).tanh()
+                rows = rows.masked_scatter(chosen[..., None], of_chosen)
+        return rows.mean(1)
 
 
 def test_what_a_batch_shows_of_experts_says_nothing_of_the_next():

@@ -8,18 +8,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext.passes.graph import Graph
-from tests.support.cases import assert_exact
 from tests.support.dense import EXACT, full_rank
-from tests.support.models import Detour, TwoLinear, first_batch, pairs, with_lora
+from tests.support.models import TwoLinear, first_batch, pairs, with_lora
 from tests.support.posteriors import count_forward_passes, fitted, make
-
-
-def test_a_layer_that_the_logits_do_not_depend_on_has_no_curvature():
-    model = with_lora(Detour(), "used", "unused")
-    la = make(model, **full_rank())
-    la.fit(pairs())
-    assert_exact(la, pairs())
-
 
 # --- parts of predictions -------------------------------------------------------------
 

@@ -111,6 +111,8 @@ def test_classes_are_compared_until_little_probability_is_left():
     assert {2, most} < {len(classes) for classes in expected}
     rows = [classes + [-1] * (most - len(classes)) for classes in expected]
     assert Contrasts().classes(logits).tolist() == rows
+    # Few classes are all compared.
+    assert (Contrasts().classes(logits[:, :most]) != NO_CLASS).all()
     # Texts that all need few have no passes for more.
     few = [text for text, classes in enumerate(expected) if len(classes) <= 4]
     directions = Contrasts().directions(logits[few])

@@ -24,6 +24,7 @@ from laplace_lora_ext.processes.shards import (
     in_order,
     join_ranks,
 )
+from tests.support.models import generator
 from tests.support.ranks import accelerated, failures, on_ranks
 
 SIZES = [1, 2, 5, 8, 9, 11, 12, 13]
@@ -227,10 +228,6 @@ class Drawing(Sampler):
         return 3
 
 
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(1)
-
-
 ALL = list(range(20))
 # Of twenty examples: options of a loader, and how many of which it gives.
 GIVING = {
@@ -238,9 +235,9 @@ GIVING = {
     "no last batch": ({"batch_size": 3, "drop_last": True}, 18, ALL[:18]),
     "some at random": ({"sampler": RandomSampler(ALL, num_samples=7)}, 7, ALL),
     "with a generator": (
-        {"sampler": RandomSampler(ALL, num_samples=7, generator=seeded())},
+        {"sampler": RandomSampler(ALL, num_samples=7, generator=generator(1))},
         7,
-        torch.randperm(20, generator=seeded())[:7].tolist(),
+        torch.randperm(20, generator=generator(1))[:7].tolist(),
     ),
     "one's own": ({"sampler": Own()}, 2, [1, 3]),
     "one's own, with a generator": ({"sampler": Drawing()}, 3, list(Drawing())),
@@ -293,8 +290,7 @@ def held_out(groups: Tensor, share: float, seed: int) -> Sequence[int]:
     n = len(groups)
     everything = list(range(n))
     loader = DataLoader(everything, batch_size=4)
-    noise = torch.Generator().manual_seed(seed)
-    rest, held, of_data = divide(loader, share, groups, noise)
+    rest, held, of_data = divide(loader, share, groups, generator(seed))
     assert of_data == held.indices
     assert sorted([*rest.indices, *held.indices]) == everything
     return held.indices

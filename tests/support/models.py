@@ -8,14 +8,6 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-)
 
 Batch = dict[str, Tensor]
 
@@ -31,46 +23,51 @@ TARGET_MODULES = {
 }
 
 
-CLASSES = {
-    "bert": (BertConfig, BertForSequenceClassification),
-    "gpt2": (GPT2Config, GPT2LMHeadModel),
-    "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM),
+NAMES = {
+    "bert": "BertForSequenceClassification",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_neox": "GPTNeoXForCausalLM",
 }
 
 
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Draw standard normal numbers in float64."""
+    # In float32 first, so that both precisions have the same numbers.
+    return torch.randn(*shape, generator=generator(seed)).double()
+
+
 def base_model(
-    kind: str,
-    n_labels: int = N_CLASSES,
-    hidden_size: int = 12,
-    attention: str = "eager",
+    kind: str, n_labels: int = N_CLASSES, hidden_size: int = 12
 ) -> nn.Module:
     """Initialise a two-layer model at random; only "bert" classifies."""
-    make_config, make_model = CLASSES[kind]
     # Eager attention of newer GPT-NeoX gives NaN for padded rows in float64.
-    if kind == "gpt_neox" and make_model._supports_sdpa:
-        attention = "sdpa"
-    config = make_config(
-        vocab_size=VOCABULARY,
+    has_sdpa = kind == "gpt_neox" and transformers.GPTNeoXForCausalLM._supports_sdpa
+    model = built(
+        NAMES[kind],
         # Token 0 is padding as well, and in no text.
         bos_token_id=0,
         eos_token_id=0,
+        pad_token_id=0 if kind == "bert" else None,
         hidden_size=hidden_size,
         num_hidden_layers=2,
-        num_attention_heads=2,
         # Another size than the hidden one, so that no dimension passes for another.
         intermediate_size=2 * hidden_size,
         max_position_embeddings=64,
         num_labels=n_labels,
-        attn_implementation=attention,
-        **{"rotary_pct": 1.0} if kind == "gpt_neox" else {},
+        attn_implementation="sdpa" if has_sdpa else "eager",
+        rotary_pct=1.0,
     )
-    return make_model(config)
+    return model.train()
 
 
 def built(name: str, **settings: Any) -> nn.Module:
     """Initialise a model of one layer at random, of a class of transformers."""
     torch.manual_seed(0)
-    family = name.partition("For")[0]
+    make_model = getattr(transformers, name)
     defaults: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 16,
@@ -80,8 +77,7 @@ def built(name: str, **settings: Any) -> nn.Module:
         "num_labels": N_CLASSES,
         "pad_token_id": 0,
     }
-    config = getattr(transformers, f"{family}Config")(**defaults | settings)
-    return getattr(transformers, name)(config).eval()
+    return make_model(make_model.config_class(**defaults | settings)).eval()
 
 
 def lora_model(
@@ -89,11 +85,9 @@ def lora_model(
     dtype: torch.dtype = torch.float64,
     n_labels: int = N_CLASSES,
     hidden_size: int = 12,
-    attention: str = "eager",
     **lora_config: object,
 ) -> PeftModel:
     """Make a PEFT model with an adapter of rank 2 that is not 0."""
-    torch.manual_seed(0)
     settings = {
         "task_type": "SEQ_CLS" if kind == "bert" else "CAUSAL_LM",
         "r": 2,
@@ -104,7 +98,7 @@ def lora_model(
         "target_modules": TARGET_MODULES[kind],
         "fan_in_fan_out": kind == "gpt2",
     } | lora_config
-    base = base_model(kind, n_labels, hidden_size, attention)
+    base = base_model(kind, n_labels, hidden_size)
     model = get_peft_model(base, LoraConfig(**settings))
     # These begin at 0, where nothing depends on the other matrix.
     for name, parameter in model.named_parameters():
@@ -138,14 +132,10 @@ def llama() -> Any:
 
 def llama_with_output_layer() -> PeftModel:
     """Make a language model whose adapter is in the output layer as well."""
-    config = LoraConfig(
-        task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj", "lm_head"]
-    )
-    model = get_peft_model(llama(), config)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.3)
-    return model
+    targets = ["q_proj", "v_proj", "lm_head"]
+    # With B at 0, as PEFT begins, it would be as good as none.
+    lora = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    return get_peft_model(llama(), lora)
 
 
 def laplace_keywords(kind: str) -> dict[str, object]:
@@ -184,16 +174,16 @@ def ragged_batches(
 ) -> list[Batch]:
     """Make batches of the same examples, whatever the batch size and the padding."""
     # All texts are drawn before they are divided, so that batches change none.
-    generator = torch.Generator().manual_seed(seed)
+    draws = generator(seed)
     input_ids = torch.full((len(lengths), padded_to), 0)
     attention_mask = torch.zeros_like(input_ids)
     for row, length in enumerate(lengths):
         # Token 0 is padding, and in no text.
-        tokens = torch.randint(1, VOCABULARY, (length,), generator=generator)
+        tokens = torch.randint(1, VOCABULARY, (length,), generator=draws)
         start = 0 if padding_side == "right" else padded_to - length
         input_ids[row, start : start + length] = tokens
         attention_mask[row, start : start + length] = 1
-    labels = torch.randint(0, n_classes, (len(lengths),), generator=generator)
+    labels = torch.randint(0, n_classes, (len(lengths),), generator=draws)
     columns = {
         "input_ids": input_ids,
         "attention_mask": attention_mask,
@@ -232,24 +222,13 @@ class TwoLinear(nn.Module):
         return self.second(self.first(x).tanh())
 
 
-class Detour(nn.Module):
-    """One of its two layers runs, and the logits do not depend on it."""
-
-    def __init__(self, n_outputs: int = 3) -> None:
-        super().__init__()
-        self.used = nn.Linear(5, n_outputs)
-        self.unused = nn.Linear(5, n_outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.unused(x)
-        return self.used(x)
-
-
-class Sorting(Detour):
+class Sorting(nn.Module):
     """A layer without gradients, as in sparse attention, and one with them."""
 
     def __init__(self, with_gradients: bool = True) -> None:
         super().__init__()
+        self.used = nn.Linear(5, 3)
+        self.unused = nn.Linear(5, 3)
         self.with_gradients = with_gradients
 
     def forward(self, x: Tensor) -> Tensor:
@@ -307,24 +286,12 @@ def plain_model(n_outputs: int = 3, **lora_config: object) -> nn.Module:
 
 def pairs(n_batches: int = 1, n: int = 4) -> list[tuple[Tensor, Tensor]]:
     """Make batches `(X, y)` of `n` examples for `TwoLinear` with three outputs."""
-    generator = torch.Generator().manual_seed(1)
-    y = torch.arange(n) % 3
-    return [
-        (torch.randn(n, 5, generator=generator).double(), y) for _ in range(n_batches)
-    ]
+    return [(X, torch.arange(n) % 3) for X in normal(n_batches, n, 5, seed=1)]
 
 
 def sequences(n: int = 4, length: int = 3) -> tuple[Tensor, Tensor]:
     """Make inputs `(n, length, 5)` and labels for averaging models."""
-    generator = torch.Generator().manual_seed(1)
-    X = torch.randn(n, length, 5, generator=generator).double()
-    return X, torch.arange(n) % 3
-
-
-def real_targets(n: int = 4, n_outputs: int = 2) -> Tensor:
-    """Make `(n, n_outputs)` targets of a regression."""
-    generator = torch.Generator().manual_seed(2)
-    return torch.randn(n, n_outputs, generator=generator).double()
+    return normal(n, length, 5, seed=1), torch.arange(n) % 3
 
 
 def record_calls(module: nn.Module) -> list[dict]:

@@ -15,9 +15,11 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 from tests.support.models import (
     RAGGED,
     Batch,
+    generator,
     head_of,
     laplace_keywords,
     lora_model,
+    normal,
     plain_model,
     ragged_batches,
 )
@@ -37,16 +39,6 @@ def with_structures(cases: Iterable[Any]) -> list[tuple[str, Any]]:
     cases = list(cases)
     ours = [("lowrank_kron", case) for case in cases]
     return ours + list(zip(cycle(HOSTS_STRUCTURES), cases, strict=False))
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Draw standard normal numbers in float64."""
-    # In float32 first, so that both precisions have the same numbers.
-    return torch.randn(*shape, generator=generator(seed)).double()
 
 
 def make(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.dense import curvature_of
+from tests.support.models import generator
 
 # Asked of torch, since later versions may have more kinds.
 HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
@@ -77,7 +78,7 @@ def facts_of(la: Any, batch: Any) -> dict[str, Tensor]:
 
 def half_trained(model: nn.Module) -> nn.Module:
     """Leave a model unlike any default: modes, gradients, flags, hooks."""
-    generator = torch.Generator().manual_seed(3)
+    draws = generator(3)
     model.train()
     modules = list(model.modules())
     parameters = list(model.parameters())
@@ -90,7 +91,7 @@ def half_trained(model: nn.Module) -> nn.Module:
             module.register_forward_hook(lambda *_: None)
             module.register_forward_pre_hook(lambda *_: None)
     for parameter in parameters[1::2]:
-        noise = torch.randn(parameter.shape, generator=generator)
+        noise = torch.randn(parameter.shape, generator=draws)
         parameter.grad = noise.to(parameter)
     for parameter in parameters[::5]:
         parameter.requires_grad_(not parameter.requires_grad)

@@ -26,16 +26,15 @@ from tests.support.models import (
     built,
     lora_model,
     ragged_batches,
-    real_targets,
 )
-from tests.support.posteriors import generator, make
+from tests.support.posteriors import generator, make, normal
 from tests.support.texts import encoder_decoder
 
 
 def numbers() -> list[Batch]:
     """Make one batch of texts with two numbers each."""
     (batch,) = ragged_batches(batch_size=8)
-    return [batch | {"labels": real_targets(8, n_outputs=2)}]
+    return [batch | {"labels": normal(8, 2, seed=2)}]
 
 
 def preferences() -> list[Batch]:

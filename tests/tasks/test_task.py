@@ -15,7 +15,6 @@ from laplace_lora_ext.tasks.classification import Classification
 from laplace_lora_ext.tasks.regression import Regression
 from laplace_lora_ext.tasks.task import Draws, Seeds
 from tests.support.dense import EXACT, bernoulli_fisher, softmax_fisher
-from tests.support.models import real_targets
 from tests.support.posteriors import normal
 from tests.support.tasks import LABELS
 
@@ -201,7 +200,7 @@ def changed(values: Tensor, value: float) -> Tensor:
 
 
 CLASSES = torch.arange(4) % 3
-NUMBERS = real_targets(4, 2)
+NUMBERS = normal(4, 2, seed=2)
 
 
 @pytest.mark.parametrize(
