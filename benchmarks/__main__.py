@@ -16,7 +16,6 @@ from benchmarks.options import Run
 # The module in `benchmarks.experiments` of the same name, in lower case, runs each.
 COMMANDS: tuple[type[Run], ...] = (
     options.Stages,
-    options.Averages,
     options.Calibration,
     options.Cross,
     options.Signs,

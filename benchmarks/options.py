@@ -127,18 +127,6 @@ class Stages(SeveralSeeds):
 
 
 @dataclass(frozen=True)
-class Averages(SeveralSeeds):
-    """Weights averaged in stages, beside a rate that decays: ten minutes a seed."""
-
-    shares: tuple[float, ...] = option(
-        (0.6, 0.4, 0.8), "shares of each stage's steps to average weights over"
-    )
-    second_decays: bool = option(
-        False, "also begin a second stage with the first share's average, and decay"
-    )
-
-
-@dataclass(frozen=True)
 class Cross(SeveralSeeds):
     """Is it the curvature or the prior? Both crossed, around one checkpoint."""
 

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from benchmarks.options import Run
-from laplace_lora_ext.training.averaging import WeightAverage, steps_to_average
 
 Weights = dict[str, Tensor]
 Checkpoints = dict[int, Weights]  # by the number of steps
@@ -97,14 +96,6 @@ class Recipe:
         """Make the optimizer."""
         return torch.optim.AdamW(weights, lr=settings.learning_rate, weight_decay=0.0)
 
-    def schedule(self, optimizer: Any, settings: Hyperparameters) -> Any:
-        """Make the schedule of the learning rate, which falls to 0 after warming up."""
-        return transformers.get_linear_schedule_with_warmup(
-            optimizer,
-            num_warmup_steps=settings.warmup_steps,
-            num_training_steps=settings.steps,
-        )
-
     def kept_steps(self, settings: Hyperparameters) -> list[int]:
         """List the steps after which a checkpoint is kept, the last step among them."""
         return settings.checkpoint_steps
@@ -142,32 +133,6 @@ class Smoothed(Recipe):
         return cross_entropy(model(batch), labels, label_smoothing=self.label_smoothing)
 
 
-class Averaged(Recipe):
-    """A constant rate, and the mean of the weights over the end of a training."""
-
-    def __init__(self, share: float) -> None:
-        self.name = f"averaged over the last {share:g} of the steps"
-        self.share = share
-
-    def schedule(self, optimizer: Any, settings: Hyperparameters) -> Any:
-        """Make the schedule, which is constant after warming up."""
-        self._steps = settings.steps
-        return transformers.get_constant_schedule_with_warmup(
-            optimizer, settings.warmup_steps
-        )
-
-    def after_step(
-        self, model: torch.nn.Module, step: int, steps_an_epoch: int, pace: float
-    ) -> None:
-        """Sum the weights, and leave their mean in the end."""
-        if step == 1:
-            self._average = WeightAverage(model)
-        if step > self._steps - steps_to_average(self._steps, self.share):
-            self._average.update()
-        if step == self._steps:
-            self._average.finish()
-
-
 def train(
     model: torch.nn.Module,
     loader: DataLoader,
@@ -185,7 +150,10 @@ def train(
     optimizer = recipe.optimizer(list(trained.values()), settings)
     # A recipe may have a rate of its own, which the schedule scales all the same.
     first_rate = optimizer.param_groups[0]["lr"]
-    schedule = recipe.schedule(optimizer, settings)
+    # The rate falls to 0 after warming up.
+    schedule = transformers.get_linear_schedule_with_warmup(
+        optimizer, settings.warmup_steps, settings.steps
+    )
     kept_steps = recipe.kept_steps(settings)
     checkpoints = {}
     # Another pass begins, in another order, when one ends.

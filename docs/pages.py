@@ -55,8 +55,6 @@ REFERENCE = {
         "train_in_stages",
         "in_stages",
         "LaplaceMixture",
-        "AveragingCallback",
-        "WeightAverage",
         "DataCollatorForChoices",
     ),
     "choose": (

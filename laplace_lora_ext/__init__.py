@@ -18,7 +18,6 @@ from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.predictions import NumberPrediction, Prediction, Review
 from laplace_lora_ext.predictive.scores import TextScores
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
-from laplace_lora_ext.training.averaging import AveragingCallback, WeightAverage
 from laplace_lora_ext.training.stages import in_stages, train_in_stages
 from laplace_lora_ext.tuning import (
     Agreement,
@@ -33,7 +32,6 @@ from laplace_lora_ext.tuning.method import TuningHistory
 __all__ = [
     "PAPER_SETTINGS",
     "Agreement",
-    "AveragingCallback",
     "DataCollatorForChoices",
     "GridSearch",
     "Laplace",
@@ -53,7 +51,6 @@ __all__ = [
     "TokenGridSearch",
     "TuningHistory",
     "ValGD",
-    "WeightAverage",
     "from_pretrained",
     "in_stages",
     "merge",

@@ -326,17 +326,6 @@ class Trial:
         seconds = self.tests.seconds(predict)
         return self.tests.row(method, prediction, seconds, fit_seconds, STAGES)
 
-    def by_recipes(self, first: Recipe, second: Recipe) -> Iterator[Row]:
-        """Train one member in stages, each by a recipe of its own."""
-        model = untrained(self.pretrained, self.seed)
-        self.train(model, self.rest, FIRST_STAGE, 0, first)
-        of_first = self._fitted(model, self.rest, self.held_loaders)
-        choice = self._choices([of_first])
-        self.train(model, self.records, SECOND_STAGE, 0, second)
-        of_second = self._fitted(model, self.records, self.loaders)
-        self._time(model, of_second)
-        yield from self._staged([of_first], [of_second], choice)
-
     def _maps(
         self,
         method: Method,

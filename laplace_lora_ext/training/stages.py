@@ -41,7 +41,6 @@ from laplace_lora_ext.predictive.posterior import Hyperparameters
 from laplace_lora_ext.processes.exchange import of_first, rank
 from laplace_lora_ext.processes.shards import Division
 from laplace_lora_ext.saving import write_whole
-from laplace_lora_ext.training.averaging import share_of
 from laplace_lora_ext.training.trainers import (
     Examples,
     loader_of,
@@ -210,7 +209,6 @@ def train_in_stages(
     held_out: float = 0.2,
     *,
     members: int = 1,
-    average: bool | float = False,
     likelihood: str | None = None,
     resume_from_checkpoint: bool = False,
     progress_bar: bool = False,
@@ -241,10 +239,6 @@ def train_in_stages(
     members : int, default=1
         how many adapters to train on the same base model. All hold out the same texts,
         which choose the prior of their mixture; each costs as much as the first
-    average : bool or float, default=False
-        with True, the mean of the weights over the last 0.6 of each stage's steps, or
-        over another share of them, is what a stage leaves, saves and fits. The learning
-        rate is then constant after the warm-up: see `AveragingCallback`
     likelihood : str, optional
         as for `laplace_lora_ext.Laplace`; of a reward trainer "reward_modeling", and of
         a language model without `class_token_ids` and `class_texts`
@@ -269,7 +263,6 @@ def train_in_stages(
         second text, or the model or a batch does not suit the likelihood.
     """
     check_counts(members=members)
-    share_to_average = share_of(average)
     if options.get("class_texts") is not None:
         options.setdefault("tokenizer", trainer.processing_class)
     training = _Training(
@@ -297,7 +290,6 @@ def train_in_stages(
             examples,
             share,
             output / _folder(stage, member),
-            average=share_to_average,
             decided_by={"members": members, "held-out examples": identity},
         )
         log.extend(entry | {"stage": f"stage_{stage}"} for entry in entries)
@@ -331,9 +323,9 @@ def in_stages(
     ----------
     train : callable
         `train(model, data_set, share)` trains the active adapter on the data set, for
-        that share of a whole training's steps, with a new optimizer and schedule, and
-        perhaps with a `WeightAverage`. The data set is a `torch.utils.data.Subset`, or
-        what the `select` of a `datasets.Dataset` returns
+        that share of a whole training's steps, with a new optimizer and schedule. The
+        data set is a `torch.utils.data.Subset`, or what the `select` of a
+        `datasets.Dataset` returns
     model : torch.nn.Module
         with an adapter to be trained; for several members a `PeftModel`
     train_loader : DataLoader
@@ -387,7 +379,6 @@ def _train_or_read(
     share_of_steps: float,
     folder: Path,
     *,
-    average: float,
     decided_by: Mapping[str, Any],
 ) -> Log:
     """Train and save the active adapter, or resume where a run stopped.
@@ -398,7 +389,7 @@ def _train_or_read(
     model = find_peft_model(trainer.model)
     adapter = str(model.active_adapter)
     arguments = {name: getattr(trainer.args, name) for name in _DECISIVE}
-    deciding = {**arguments, **decided_by, "share": share_of_steps, "average": average}
+    deciding = {**arguments, **decided_by, "share": share_of_steps}
     # As text: types are lost in a file.
     deciding = {name: str(value) for name, value in deciding.items()}
     # Only the first looks: others may see other files, where each machine has a disk of
@@ -426,7 +417,6 @@ def _train_or_read(
         examples,
         share_of_steps,
         folder,
-        average=average,
         checkpoint=checkpoint,
         callbacks=[_MarkCheckpoints()],
     )

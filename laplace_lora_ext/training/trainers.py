@@ -17,7 +17,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import SchedulerType, TrainerCallback
+from transformers import TrainerCallback
 
 from laplace_lora_ext.models.adapters import find_peft_model, read_adapter
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
@@ -29,7 +29,6 @@ from laplace_lora_ext.processes.shards import (
     in_order_like,
     own_examples,
 )
-from laplace_lora_ext.training.averaging import AveragingCallback
 
 
 def peft_model_of(trainer: Any, model: nn.Module) -> PeftModel:
@@ -150,15 +149,13 @@ def train_with(
     share_of_steps: float,
     folder: Path,
     *,
-    average: float = 0.0,
     checkpoint: Path | None = None,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> None:
     """Train a trainer's model with an optimizer and a schedule of their own.
 
     It trains on some of its training data, for a share of the steps of a training on
-    all of them, with checkpoints in a folder; one of these is where to go on. With a
-    share of the steps to `average` over, the rate is constant and their mean remains.
+    all of them, with checkpoints in a folder; one of these is where to go on.
     Arguments, data and callbacks are the user's again afterwards, also after an error.
     """
     args = copy(trainer.args)
@@ -173,10 +170,6 @@ def train_with(
     # Below 1, transformers takes the number for a share of all steps.
     if args.warmup_steps >= 1:
         args.warmup_steps = round(share_of_steps * args.warmup_steps)
-    if average:
-        args.lr_scheduler_type = SchedulerType.CONSTANT_WITH_WARMUP
-        # First, so that a checkpoint is whole when the others hear of it.
-        callbacks = [AveragingCallback(average), *callbacks]
     for callback in callbacks:
         trainer.add_callback(callback)
     _forget_optimizer(trainer)

@@ -16,7 +16,6 @@ from transformers import set_seed
 from laplace_lora_ext.models.adapters import add_fresh_adapter, own_adapter_back
 from laplace_lora_ext.models.weights import flatten_weights
 from laplace_lora_ext.predictive.posterior import Members, Posterior
-from laplace_lora_ext.training.averaging import share_of
 from laplace_lora_ext.training.trainers import (
     Examples,
     peft_model_of,
@@ -60,9 +59,6 @@ class SecondTraining(TuningMethod):
     held_out : float, default=0.2
         the share of the examples to hold out, between 0 and 1: of each class as of all,
         but never its last example
-    average : bool or float, default=False
-        average the weights of a trainer's training, as `train_in_stages` does; not
-        needed where the trainer has an `AveragingCallback` of its own
     generator : torch.Generator, optional
         for the examples to hold out; if omitted, every call holds out the same
     init_prior_prec : float or torch.Tensor, default=1.0
@@ -86,7 +82,6 @@ class SecondTraining(TuningMethod):
     train: Callable[[Dataset], nn.Module] | None = None
     train_loader: DataLoader | None = None
     held_out: float = 0.2
-    average: bool | float = False
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
@@ -152,11 +147,5 @@ class SecondTraining(TuningMethod):
                 model.set_adapter(fitted_adapter)
             add_fresh_adapter(model, _NAME)
             folder = Path(self.trainer.args.output_dir, _NAME)
-            train_with(
-                self.trainer,
-                rest,
-                1 - self.held_out,
-                folder,
-                average=share_of(self.average),
-            )
+            train_with(self.trainer, rest, 1 - self.held_out, folder)
         return la.model.model

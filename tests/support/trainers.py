@@ -12,8 +12,6 @@ from tests.support.ranks import Texts
 
 N = 20
 
-Weights = dict[str, Tensor]
-
 
 def trainer_of(
     folder: Path,
@@ -89,36 +87,3 @@ def values(model: nn.Module) -> dict[str, Tensor]:
     """Copy all weights, by name."""
     weights = model.state_dict()
     return {name: value.clone() for name, value in weights.items()}
-
-
-def trained(model: nn.Module) -> Weights:
-    """Copy what requires a gradient."""
-    named = model.named_parameters()
-    return {name: w.detach().clone() for name, w in named if w.requires_grad}
-
-
-def mean_of(weights: list[Weights]) -> Weights:
-    """Average recorded weights as the sums do: in float32, one after the other."""
-    means = {}
-    for name, first in weights[0].items():
-        total = torch.zeros_like(first, dtype=torch.float32)
-        for each in weights:
-            total = total + each[name].float()
-        means[name] = (total / len(weights)).to(first)
-    return means
-
-
-def assert_equal(found: Weights, expected: Weights) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-
-
-class Record(TrainerCallback):
-    """Copies the weights after each step."""
-
-    def __init__(self) -> None:
-        self.weights: list[Weights] = []
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        self.weights.append(trained(model))

@@ -39,17 +39,7 @@ from tests.support.posteriors import (
     validation_loss,
 )
 from tests.support.ranks import Texts, launched, on_ranks
-from tests.support.trainers import (
-    N,
-    Record,
-    Stop,
-    Watch,
-    assert_equal,
-    mean_of,
-    trained,
-    trainer_of,
-    values,
-)
+from tests.support.trainers import N, Stop, Watch, trainer_of, values
 
 BATCH, *_ = Texts(4).batches
 # With it nothing is left out of a factor, so that the curvature is the same in any
@@ -264,19 +254,6 @@ def in_folder_with_evaluations(folder: Path, adapter: str, members: int):
     return la, trainer
 
 
-def test_each_stage_leaves_the_mean_of_its_steps(tmp_path):
-    record, watch = Record(), Watch()
-    trainer = trainer_of(tmp_path, record, watch, max_steps=20, warmup_steps=5)
-    la = train_in_stages(trainer, average=True)
-    assert_equal(trained(trainer.model), mean_of(record.weights[-3:]))
-    # What is fitted is what is saved.
-    read = from_pretrained(PeftModel.from_pretrained(fresh_base(), tmp_path), tmp_path)
-    assert torch.equal(read(BATCH), la(BATCH))
-    for steps in watch.steps:
-        rates = [rate for rate, _ in steps]
-        assert rates[-1] == max(rates) == 1e-2
-
-
 def test_all_is_in_the_output_folder_and_the_logs(tmp_path):
     la, trainer = in_folder_with_evaluations(tmp_path, "mine", members=1)
     loaded = PeftModel.from_pretrained(fresh_base(), tmp_path / "mine")
@@ -322,27 +299,24 @@ def killed_at(folder: Path, step: int, **arguments: Any) -> None:
 
 # Of five steps of the first stage, for each member, and two of the second.
 @pytest.mark.parametrize(
-    ("members", "stop", "average"),
+    ("members", "stop"),
     [
-        pytest.param(1, 3, False, id="in the first stage, beside other trainings"),
-        pytest.param(2, 13, 0.9, id="while the second stage is averaged"),
+        pytest.param(1, 3, id="in the first stage, beside other trainings"),
+        pytest.param(2, 13, id="in the second stage"),
     ],
 )
-def test_a_run_that_was_killed_goes_on_to_the_same_weights(
-    tmp_path, members, stop, average
-):
-    arguments = {"members": members, "average": average}
+def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path, members, stop):
     whole = trainer_of(tmp_path / "whole", max_steps=6)
-    expected = train_in_stages(whole, **arguments)
+    expected = train_in_stages(whole, members=members)
     weights = values(whole.model)
 
     folder = tmp_path / "killed"
     if stop == 3:
         leave_checkpoints_of_other_trainings(folder)
-    killed_at(folder, stop, **arguments)
+    killed_at(folder, stop, members=members)
     watch = Watch()
     resumed = trainer_of(folder, watch, max_steps=6)
-    la = train_in_stages(resumed, resume_from_checkpoint=True, **arguments)
+    la = train_in_stages(resumed, resume_from_checkpoint=True, members=members)
     assert sum(map(len, watch.steps)) == 7 * members - stop + 1
     found = values(resumed.model)
     for name, value in weights.items():
@@ -364,7 +338,6 @@ def test_the_last_checkpoint_is_that_of_most_steps(tmp_path):
 REVERSED = [Texts(N)[place] for place in reversed(range(N))]
 RESUMED = {
     "texts in another order": ({"data": REVERSED}, {}, "held-out examples="),
-    "averaged": ({}, {"average": True}, "average=0.0, and this one has 0.6"),
     "more members": ({}, {"members": 2}, "members=1, and this one has 2"),
 }
 
@@ -476,7 +449,7 @@ def in_ranks(rank: int, folder: Path):
     """Train two members on one of two ranks; return a prediction and figures."""
     launched(rank, 2, 29517)
     trainer = trainer_of(folder, max_steps=2, ddp_backend="gloo", eval_data=Texts(9))
-    la = train_in_stages(trainer, members=2, average=True)
+    la = train_in_stages(trainer, members=2)
     figures = trainer.state.log_history[-1]
     return la(BATCH), la.members[0].n_data, figures
 
