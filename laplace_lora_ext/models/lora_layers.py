@@ -15,13 +15,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from laplace_lora_ext.messages import listed
-from laplace_lora_ext.models.weights import (
-    Block,
-    LinearRows,
-    View,
-    WholeGradient,
-    strip_wrappers,
-)
+from laplace_lora_ext.models.weights import Block, View, strip_wrappers
 
 Layers = Mapping[str, BaseTunerLayer]
 """PEFT's layers by their names."""
@@ -156,12 +150,9 @@ def _matrices(name: str, layer: BaseTunerLayer, adapter: str) -> Iterator[Block]
                 f"computed from others: {name} ({type(layer).__name__}). Leave it out "
                 "with target_modules."
             )
-        rows: LinearRows | WholeGradient = WholeGradient(site=name)
         # A layer of LoRA then adds `B(A(x))`.
         calls_halves = not isinstance(layer, _OF_PARAMETER)
         calls_halves &= _variant(layer, adapter) in ("", _DORA)
-        if type(module) is nn.Linear and calls_halves:
-            rows = LinearRows(module, site=name)
         for suffix, view in _views(layer, part, weight):
             shape = weight.shape if view is None else view.matrix_shape
             yield Block(
@@ -170,7 +161,8 @@ def _matrices(name: str, layer: BaseTunerLayer, adapter: str) -> Iterator[Block]
                 module=module,
                 small_output=part.endswith("_A")
                 or (not part.endswith("_B") and shape[0] <= shape[1]),
-                rows=rows,
+                has_rows=type(module) is nn.Linear and calls_halves,
+                site=name,
                 owner=layer,
                 parameter=parameter,
                 view=view,
@@ -220,7 +212,7 @@ def check_known_to_host(blocks: Sequence[Block]) -> None:
     unseen = [
         block.name
         for block in blocks
-        if isinstance(block.rows, WholeGradient)
+        if not block.has_rows
         or (block.owner and _variant(block.owner, block.adapter) == _DORA)
     ]
     of_blocks = {id(block.weight) for block in blocks}
@@ -429,7 +421,8 @@ def _head_block(site: str, adapter: str, layer: Any, parameter: str) -> Block:
         adapter=adapter,
         module=layer,
         small_output=not is_bias and shape[:1] <= shape[-1:],
-        rows=LinearRows(layer, site, of_bias=is_bias),
+        has_rows=True,
+        site=site,
         parameter=parameter,
         view=View((*shape, 1)) if is_bias else None,
         kind="head",
@@ -467,7 +460,7 @@ def _select_heads(model: nn.Module, adapter: str, selection: Selection) -> list[
 
 def _known_layer(block: Block) -> str:
     """Name the layer as users know it, without PEFT's wrapper."""
-    return block.rows.site.replace(f".modules_to_save.{block.adapter}", "")
+    return block.site.replace(f".modules_to_save.{block.adapter}", "")
 
 
 def _check_linear(heads: Sequence[Block]) -> None:

@@ -85,10 +85,10 @@ class ModelState:
             if (scaling := getattr(layer, "scaling", {}).get(adapter)) is not None
         }
         of_blocks = {
-            block.known_as: (list(block.shape), scalings.get(block.rows.site))
+            block.known_as: (list(block.shape), scalings.get(block.site))
             for block in blocks
         }
-        sites = {block.rows.site for block in blocks}
+        sites = {block.site for block in blocks}
         others = {
             known_as: holder[name]
             for known_as, holder, name in _other_weights(model.tree, blocks)

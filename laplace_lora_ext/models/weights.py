@@ -31,30 +31,6 @@ _OF_ADAPTER = re.compile(rf"\.({_PARTS})\.([^.]+)")
 
 
 @dataclass(frozen=True)
-class LinearRows:
-    """Rows that hooks on a linear layer see: inputs, and gradients of outputs."""
-
-    layer: nn.Linear
-    # Layers of one site see rows of the same examples at the same places, as the two
-    # halves of a LoRA layer do: that layer's name.
-    site: str
-    of_bias: bool = False  # which is a matrix `(m, 1)` that multiplies ones
-
-    def of_inputs(self, inputs: Tensor) -> Tensor:
-        """Return the rows `(..., n)` that the weight multiplies, given the inputs."""
-        if self.of_bias:
-            return inputs.new_ones(*inputs.shape[:-1], 1)
-        return inputs
-
-
-@dataclass(frozen=True)
-class WholeGradient:
-    """No rows, but a parameter's whole gradient, one example at a time."""
-
-    site: str  # the name of PEFT's layer
-
-
-@dataclass(frozen=True)
 class View:
     """A matrix as a part of a parameter, such as an expert, or all of it reshaped."""
 
@@ -90,7 +66,12 @@ class Block:
     module: nn.Module  # has the weight among its parameters
     # Whether the smaller factor is that of m, the size of the output.
     small_output: bool
-    rows: LinearRows | WholeGradient
+    # Whether hooks on the module, which is linear, see rows: inputs, and gradients of
+    # outputs. Otherwise there is the parameter's whole gradient, an example at a time.
+    has_rows: bool
+    # The name of PEFT's layer. The modules of one site see rows of the same examples at
+    # the same places, as the two halves of a LoRA layer do.
+    site: str
     owner: BaseTunerLayer | None = None  # PEFT's layer that the module is a part of
     parameter: str = "weight"  # the weight's name in the module
     view: View | None = None  # None if the parameter is the matrix
@@ -158,6 +139,12 @@ class Block:
         """Say where its statistics and posterior belong, and their precision."""
         return self.device, self.statistics_dtype
 
+    def of_inputs(self, inputs: Tensor) -> Tensor:
+        """Return the rows `(..., n)` that the matrix multiplies, given the inputs."""
+        if self.parameter == "bias":  # a matrix that multiplies ones
+            return inputs.new_ones(*inputs.shape[:-1], 1)
+        return inputs
+
     def small_side_first(self, weights: Tensor) -> Tensor:
         """Turn `(..., m, n)` weights into `(..., r, d)`, and back."""
         return weights if self.small_output else weights.mT
@@ -193,7 +180,7 @@ def bare_name(name: str) -> str:
 
 def without_rows(blocks: Iterable[Block]) -> list[Block]:
     """Select the blocks of whose rows no hook sees anything."""
-    return [block for block in blocks if isinstance(block.rows, WholeGradient)]
+    return [block for block in blocks if not block.has_rows]
 
 
 # --- values ---------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.batches import Positions
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import checkpointed_layers, checkpointing
-from laplace_lora_ext.models.weights import Block, LinearRows, read, without_rows
+from laplace_lora_ext.models.weights import Block, read, without_rows
 
 # Rows that a backward pass should have: with fewer, products leave the machine half
 # idle, and what is done once a pass and layer counts. Measured on two cores by `python
@@ -192,9 +192,7 @@ class Taps:
         # None where a checkpointed layer is computed anew for a backward pass.
         if self._calls is not None:
             self._calls[index].append(output.shape[:-1])
-        rows = self.blocks[index].rows
-        assert isinstance(rows, LinearRows)  # no others have taps
-        inputs = rows.of_inputs(args[0])
+        inputs = self.blocks[index].of_inputs(args[0])
         if inputs.is_inference():  # autograd can't save it
             inputs = inputs.clone()
         return _Tap.apply(output, self.anchor, inputs, self, index)
@@ -211,10 +209,9 @@ def tapped(
     taps = Taps(model, blocks, layouts)
     with ExitStack() as undoing:
         for index, block in enumerate([] if taps.without_rows else blocks):
-            assert isinstance(block.rows, LinearRows)
             # Before the user's hooks, which may change outputs.
             tap = partial(taps.tap, index)
-            handle = block.rows.layer.register_forward_hook(tap, prepend=True)
+            handle = block.module.register_forward_hook(tap, prepend=True)
             undoing.callback(handle.remove)
         undoing.enter_context(checkpointing(model.tree))
         yield taps
@@ -477,7 +474,7 @@ def is_proven(graph: Graph) -> bool:
         # Cheap, and surely wrong: as where a router has picked any number of rows.
         if any(not shape or shape[0] % n_examples for shape in calls):
             return False
-        site = blocks[index].rows.site
+        site = blocks[index].site
         if all(_lasts(site, shape, positions) for shape in calls):
             lasting.add(index)
             is_known &= not calls or proven.get((site, len(calls)), 0) >= size
@@ -518,7 +515,7 @@ def is_proven(graph: Graph) -> bool:
         # Others of its calls may have had no gradient.
         is_whole = len(calls) == len(graph.calls[index])
         if is_whole and all(map(_tells_layouts_apart, calls)):
-            proven[blocks[index].rows.site, len(calls)] = size
+            proven[blocks[index].site, len(calls)] = size
     return True
 
 

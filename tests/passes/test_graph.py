@@ -420,7 +420,7 @@ def test_a_model_that_overwrites_what_its_layers_were_given_is_refused(x):
 def test_hooks_of_the_users_own_are_part_of_the_model(x):
     model = with_lora(Overwriting(), "first")
     for block in find_blocks(model):
-        layer = block.rows.layer
+        layer = block.module
         layer.register_forward_pre_hook(lambda layer, args: (args[0].sin(),))
         layer.register_forward_hook(lambda layer, args, output: output.mul_(1.5))
     assert_recorded(model, x)
