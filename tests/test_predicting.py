@@ -60,16 +60,6 @@ def test_a_link_gets_scaled_logits(link, structure, batch):
     assert_close(tuple(found), tuple(expected))
 
 
-def test_without_variance_it_is_the_inverse_of_a_temperature(batch):
-    la = fitted(prior_precision=1e15)
-    expected = (SCALE * la.predictive_moments(batch).f_mu).softmax(-1)
-    la.logit_scale = SCALE
-    for link in ("probit", "mean_field", "mc"):
-        assert_close(la(batch, link_approx=link), expected)
-    assert_close(la.predict(batch).probabilities, expected)
-    assert_close(la(batch, pred_type="nn", generator=generator()), expected)
-
-
 @pytest.mark.parametrize("pred_type", ["glm", "nn"])
 def test_draws_and_functions_are_of_scaled_logits(la, batch, pred_type, tmp_path):
     options = {"pred_type": pred_type, "n_samples": 4}

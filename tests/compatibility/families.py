@@ -4,7 +4,7 @@
 prints.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -155,13 +155,14 @@ class Family:
             if isinstance(module, nn.BatchNorm2d):
                 # Where MobileViT begins near 0.
                 nn.init.ones_(module.weight)
-        lora = LoraConfig(r=2, lora_alpha=4, target_modules=self.targets)
-        model = get_peft_model(model, lora)
-        # These begin at 0, where nothing depends on the other matrix.
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                nn.init.normal_(parameter, std=0.3)
-        model = model.to(self.dtype).eval()
+        lora = LoraConfig(
+            r=2,
+            lora_alpha=4,
+            target_modules=self.targets,
+            # B would begin at 0, where nothing depends on A.
+            init_lora_weights=False,
+        )
+        model = get_peft_model(model, lora).to(self.dtype).eval()
         if self.examples is of_images_and_prompts:
             return OfBatches(model, "logits_per_image")
         return model
@@ -427,12 +428,3 @@ FAMILIES = {
         examples=of_patches_in_texts,
     ),
 }
-
-
-def table() -> Iterator[str]:
-    """Write the lines of the table in markdown."""
-    yield f"| family | {' | '.join(COLUMNS)} |"
-    yield "|---" * (1 + len(COLUMNS)) + "|"
-    for name, family in FAMILIES.items():
-        outcomes = [family.outcome(column) for column in COLUMNS]
-        yield f"| {name} | {' | '.join(outcomes)} |"

@@ -87,22 +87,6 @@ def with_two_active() -> nn.Module:
     return model
 
 
-def with_weighted() -> nn.Module:
-    """Use an adapter that PEFT has made of two others, of ranks 2 and 3."""
-    torch.manual_seed(0)
-    first = LoraConfig(r=2, target_modules=["first", "second"])
-    second = LoraConfig(r=3, target_modules=["first", "second"])
-    model = get_peft_model(TwoLinear(), first, "a")
-    model.add_adapter("b", second)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    model.add_weighted_adapter(
-        ["a", "b"], weights=[0.7, -0.4], adapter_name="both", combination_type="cat"
-    )
-    model.set_adapter("both")
-    return model.double()
-
-
 def merged() -> nn.Module:
     model = plain_model()
     # One layer of two is enough.
@@ -140,7 +124,6 @@ ADAPTERS = {
     'bias="lora_only"': Kind(
         partial(plain_model, bias="lora_only"), "exact, the biases held"
     ),
-    "add_weighted_adapter": Kind(with_weighted),
     "LoRA-FA": Kind(with_frozen_a, "exact, over B alone"),
     "DoRA": Kind(with_dora, "exact, the magnitude held"),
     "beside an inactive adapter": Kind(with_inactive),

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, distributed, nn
 from torch.testing import assert_close
 
@@ -46,7 +46,7 @@ from tests.support.cases import (
     dense,
     rows_of,
 )
-from tests.support.dense import full_rank, predicted
+from tests.support.dense import full_rank, logits_of, predicted
 from tests.support.models import (
     CLASS_TOKEN_IDS,
     N_CLASSES,
@@ -96,17 +96,12 @@ N_FIRST = 4
 
 def own_logits(model: nn.Module, example: Example, column: str) -> Tensor:
     """Read `(C,)` or `(tokens, C)` logits of one example off the plain output."""
-    if column == CLASSIFIER:
-        # The others are wrappers, which take whole mappings.
-        takes_keywords = isinstance(model, PeftModel)
-        output = model(**example) if takes_keywords else model(example)
-        return getattr(output, "logits", output)[0]
     if column == TOKENS:
         return model(**example).logits[0]
-    if model.config.is_encoder_decoder:
+    if column != CLASSIFIER and model.config.is_encoder_decoder:
         start = torch.tensor([[model.config.decoder_start_token_id]])
         example = example | {"decoder_input_ids": start}
-    return model(**example).logits[0, -1, CLASS_TOKEN_IDS]
+    return logits_of(model, example)
 
 
 KEYWORDS = {CLASSIFIER: {}, TOKENS: {"likelihood": "token_classification"}}

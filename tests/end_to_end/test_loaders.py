@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.support.models import pairs
-from tests.support.posteriors import fitted
 
 ((X, Y),) = pairs(n=6)
 # A data set of six, and one whose length is that of batches, not of examples.
@@ -28,15 +27,6 @@ FOUR_AND_TWO = [(X[:4], Y[:4]), (X[4:], Y[4:])]
 def test_what_is_no_data_is_refused(la, loader, error, message):
     with pytest.raises(error, match=message):
         la.fit(loader)
-
-
-def test_lists_of_tokens_want_a_collator():
-    # As in a data set of tokenised texts that no collator has made tensors of.
-    rows = [{"input_ids": [3, 4], "labels": 1}, {"input_ids": [5], "labels": 0}]
-    la = fitted()
-    for call, data in ((la.fit, rows), (la.predict, rows), (la, rows[0])):
-        with pytest.raises(TypeError, match="collator"):
-            call(data)
 
 
 class Stream(IterableDataset):

@@ -14,7 +14,8 @@ from torch.testing import assert_close
 
 import laplace_lora_ext
 from laplace_lora_ext.models.logits_model import LogitsModel
-from tests.support.dense import logits_of, unpadded
+from tests.support.cases import unpadded_rows
+from tests.support.dense import logits_of
 from tests.support.models import (
     CLASS_TOKEN_IDS,
     VOCABULARY,
@@ -49,8 +50,8 @@ def of_vocabulary(model: nn.Module) -> LogitsModel:
 
 def alone(model: nn.Module, batch: Mapping, **more: Any) -> Tensor:
     """Compute each row alone, without padding, at all positions."""
-    rows = range(len(batch["input_ids"]))
-    return torch.stack([logits_of(model, unpadded(batch, row) | more) for row in rows])
+    texts = [{"input_ids": row["input_ids"]} | more for row in unpadded_rows(batch)]
+    return torch.stack([logits_of(model, text) for text in texts])
 
 
 # --- where a text's answer is ---------------------------------------------------------

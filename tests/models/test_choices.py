@@ -45,13 +45,6 @@ Batch = dict[str, Tensor]
 
 
 @pytest.fixture
-def four_texts() -> Batch:
-    """A batch of texts, padded to the seven tokens of the longest."""
-    (batch,) = ragged_batches(batch_size=4, lengths=(7, 4, 5, 3))
-    return batch
-
-
-@pytest.fixture
 def with_answers(gpt2: nn.Module) -> LogitsModel:
     """GPT-2, whose classes are `ANSWERS`."""
     return LogitsModel(gpt2, ANSWERS)
@@ -109,16 +102,16 @@ def test_only_what_counts_is_read(eight_texts):
 # --- encoder-decoders -----------------------------------------------------------------
 
 
-def test_an_encoder_decoder_writes_its_answers(four_texts):
+def test_an_encoder_decoder_writes_its_answers(eight_texts):
     writer = encoder_decoder("bart")
-    expected = [of_written_answers(writer, row) for row in unpadded_rows(four_texts)]
-    found = LogitsModel(writer, ANSWERS)(four_texts)
+    expected = [of_written_answers(writer, row) for row in unpadded_rows(eight_texts)]
+    found = LogitsModel(writer, ANSWERS)(eight_texts)
     assert_close(found, torch.stack(expected), **EXACT)
 
     # Of choices it reads the text once.
     start = writer.config.decoder_start_token_id
-    of_decoder = choices_batch(prompts=[[start]] * 4, choices=[ANSWERS] * 4)
-    choices = four_texts | {
+    of_decoder = choices_batch(prompts=[[start]] * 8, choices=[ANSWERS] * 8)
+    choices = eight_texts | {
         "decoder_input_ids": of_decoder["input_ids"],
         "score_mask": of_decoder["score_mask"],
     }

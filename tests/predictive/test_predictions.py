@@ -10,14 +10,12 @@ from scipy.integrate import quad
 from scipy.stats import binomtest, norm
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from laplace_lora_ext import Moments, NumberPrediction, Prediction
 from laplace_lora_ext.predictive.links import log_probabilities
 from laplace_lora_ext.predictive.predictions import Proof, Review
 from tests.support.models import first_batch, lora_model
 from tests.support.posteriors import fitted, generator, normal, plain_regression
-from tests.support.ranks import Texts
 from tests.support.tasks import preferences, two
 
 # --- classes --------------------------------------------------------------------------
@@ -45,18 +43,6 @@ def test_predictions_have_the_links_probabilities():
         assert not torch.equal(decision(link, seed=1).epistemic_entropy, epistemic)
     with pytest.raises(ValueError, match="link_approx 'bridge'"):
         la.predict(batch, link_approx="bridge")
-
-
-def test_predictions_of_a_loader_are_in_the_order_of_its_data():
-    texts = Texts(6)
-    la = fitted()
-    expected = la.predict_proba(texts)  # a data set by itself
-    assert_close(la.predict_proba(DataLoader(texts, batch_size=4)), expected)
-    torch.manual_seed(0)
-    batches = BatchSampler(RandomSampler(texts), 2, False)
-    for unordered in ({"batch_sampler": batches}, {"sampler": [5, 3, 4, 0, 1, 2]}):
-        with pytest.raises(ValueError, match="shuffle=False"):
-            la.predict(DataLoader(texts, **unordered))
 
 
 def test_draws_that_are_all_the_same_leave_no_epistemic_entropy():
@@ -240,9 +226,6 @@ def test_a_mixture_predicts_the_mean_of_its_members_distributions():
     assert_close(together.total_std, total_variance.sqrt())
 
     members = [member.predict(batch) for member in both.members]
-    # The law of total variance.
-    squares = [each.epistemic_std**2 + (each.mean - f_mu) ** 2 for each in members]
-    assert_close(variance, sum(squares) / 2)
     for level in LEVELS:
         x = together.quantile(level)
         below = [norm(each.mean, each.total_std).cdf(x) for each in members]

@@ -34,7 +34,6 @@ from tests.support.dense import (
     predicted,
     softmax_fisher,
 )
-from tests.support.models import without_labels
 from tests.support.posteriors import make, priors_of_blocks
 
 # --- what targets are distributed by --------------------------------------------------
@@ -157,13 +156,6 @@ def unpadded_rows(batch: Any) -> list[Any]:
     return rows
 
 
-def plain_logits(model: nn.Module, example: Any) -> Tensor:
-    """Read `(C,)` logits of one example off the model's plain output."""
-    if isinstance(example, dict):
-        example = without_labels(example)
-    return logits_of(model, example)
-
-
 @dataclass(frozen=True)
 class Case:
     """A model, batches of its examples, and what tells which weights take part."""
@@ -176,7 +168,7 @@ class Case:
     target: Softmax = field(default_factory=Softmax)
     # Takes a batch apart, and computes logits `(C,)` or `(rows, C)` of one example.
     split: Callable[[Any], list[Any]] = rows_of
-    logits_of: Callable[[nn.Module, Any], Tensor] = plain_logits
+    logits_of: Callable[[nn.Module, Any], Tensor] = logits_of
     # How near the dense calculus comes: norms of some models run in float32.
     tolerance: float = 1e-9
     # The names of the weights that take part have one of these, and not that.

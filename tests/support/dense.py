@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support.models import CLASS_TOKEN_IDS
+from tests.support.models import CLASS_TOKEN_IDS, without_labels
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 """How close float64 comes."""
@@ -28,15 +28,12 @@ def labels_of(batches: Sequence[Any]) -> Tensor:
     )
 
 
-def unpadded(batch: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
-    """Take one example without its padding."""
-    is_real = batch["attention_mask"][row].bool()
-    return {"input_ids": batch["input_ids"][row][is_real][None]}
-
-
 def batch_logits(model: nn.Module, inputs: Any) -> Tensor:
     """Read `(B, C)` logits off the model's plain output."""
-    output = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+    if isinstance(inputs, Mapping):
+        output = model(**without_labels(inputs))
+    else:
+        output = model(inputs)
     logits = getattr(output, "logits", output)
     if logits.ndim == 2:
         return logits

@@ -246,8 +246,8 @@ class OfBatches(nn.Module):
         self.model = model
         self.output = output
 
-    def forward(self, batch: Any) -> Tensor:
-        return getattr(self.model(**batch), self.output)
+    def forward(self, batch: Any = None, **inputs: Any) -> Tensor:
+        return getattr(self.model(**batch or inputs), self.output)
 
 
 class OfMapping(nn.Module):

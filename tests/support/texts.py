@@ -11,6 +11,7 @@ import tests.support.dense as dense
 from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.predictive.moments import draw_seed
 from tests.compatibility.families import FAMILIES, RIGHT
+from tests.support.cases import unpadded_rows
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import make, sizes
 
@@ -94,14 +95,12 @@ def token_logits(
     logits = []
     labels = []
     for batch in batches:
-        for row, is_real in enumerate(batch["attention_mask"].bool()):
-            of_text = batch["labels"][row]
+        for text in unpadded_rows(batch):
             # The logits at a position are those of the next token.
-            following = of_text[is_real][1:]
+            following = text["labels"][0, 1:]
             has_label = following != -100
             (places,) = has_label.nonzero(as_tuple=True)
-            inputs = dense.unpadded(batch, row)
-            output = model(**inputs, use_cache=False)
+            output = model(text["input_ids"], use_cache=False)
             logits.append(output.logits[0, places])
             labels.append(following[places])
     return torch.cat(logits), torch.cat(labels)
