@@ -34,24 +34,6 @@ _GUESS = 0.99  # a loss from this share of the labels' entropy on is chance
 
 
 @dataclass(frozen=True)
-class NoFit:
-    """What a posterior's attributes are before its first fit."""
-
-    places: list[Place]
-    mean: float | Tensor = 0.0
-    sums: None = None
-    curvature: None = None
-    loss: float = 0.0
-    n_data: int = 0
-    n_outputs: int = 0
-    learnt_variance: None = None
-
-    def to(self, structure: Structure) -> NoFit:
-        """Note where the structure's weights are now."""
-        return replace(self, places=structure.recorder.places)
-
-
-@dataclass(frozen=True)
 class Fit:
     """A fit around one model's weights.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader
 import laplace_lora_ext.saving as saving
 from laplace_lora_ext.curvature.accumulation import Structure
 from laplace_lora_ext.curvature.backend import LowRankKronGGN
-from laplace_lora_ext.fit import Fit, NoFit, fit
+from laplace_lora_ext.fit import Fit, fit
 from laplace_lora_ext.messages import check_counts, check_name, check_positive, warn
 from laplace_lora_ext.models.choices import class_tokens
 from laplace_lora_ext.models.lora_layers import (
@@ -81,17 +80,21 @@ _SAVED = (
 )
 
 
-def _of_fit(field: str) -> Any:
+def _of_fit(field: str, before: Any = None) -> Any:
     """Make an attribute of a posterior that is a field of its present fit.
 
     Setting it, as the host does, makes another fit with that field, since a fit never
-    changes.
+    changes. Before the first one it is `before`, whatever the host sets.
     """
 
-    def put(la: LoRALaplace, value: Any) -> None:
-        la._fit = replace(la._fit, **{field: value})
+    def get(la: LoRALaplace) -> Any:
+        return before if la._fit is None else getattr(la._fit, field)
 
-    return property(attrgetter(f"_fit.{field}"), put)
+    def put(la: LoRALaplace, value: Any) -> None:
+        if la._fit is not None:
+            la._fit = replace(la._fit, **{field: value})
+
+    return property(get, put)
 
 
 class LoRALaplace(Posterior, Predictor):
@@ -206,10 +209,10 @@ class LoRALaplace(Posterior, Predictor):
     # What predictions multiply by, made once for a fit and its prior.
     _posterior_scale: Any
 
-    mean: Tensor = _of_fit("mean")
-    loss: Tensor = _of_fit("loss")
-    n_data: int = _of_fit("n_data")
-    n_outputs: int = _of_fit("n_outputs")
+    mean: Tensor = _of_fit("mean", 0.0)
+    loss: Tensor = _of_fit("loss", 0.0)
+    n_data: int = _of_fit("n_data", 0)
+    n_outputs: int = _of_fit("n_outputs", 0)
     H: Any = _of_fit("curvature")
     H_facs: Any = _of_fit("sums")
     learnt_variance: LearntVariance | None = _of_fit("learnt_variance")
@@ -248,7 +251,7 @@ class LoRALaplace(Posterior, Predictor):
         if is_untrained(self.blocks):
             warn("Every lora_B weight is 0: the adapter looks untrained.")
         self.recorder = Recorder(self.model, self.blocks)
-        self._fit: Fit | NoFit = NoFit(self.recorder.places)
+        self._fit: Fit | None = None
         if kwargs.get("enable_backprop"):
             raise NotImplementedError(
                 "enable_backprop asks for gradients in inputs, and tokens have none."
@@ -393,14 +396,11 @@ class LoRALaplace(Posterior, Predictor):
         """
         with together():
             self._move_with_model()
-            before = None
-            if isinstance(self._fit, Fit) and not override:
-                before = self._fit
             fitted = fit(
                 train_loader,
                 self._structure,
                 settings=self._settings,
-                before=before,
+                before=None if override else self._fit,
                 progress_bar=progress_bar,
             )
         # All that can fail has been done.
@@ -410,7 +410,7 @@ class LoRALaplace(Posterior, Predictor):
     def _fitted(self) -> Fit:
         """Return the present fit; an `AttributeError` before one."""
         super()._check_H_init()
-        assert isinstance(self._fit, Fit)
+        assert self._fit is not None
         return self._fit
 
     def _take_over(self, fitted: Fit) -> None:
@@ -436,12 +436,13 @@ class LoRALaplace(Posterior, Predictor):
     @torch.inference_mode(False)
     def _move_with_model(self) -> None:
         """Move the posterior and its prior to the model's LoRA weights."""
-        if self._fit.places == self.recorder.places:
+        if self._fit is not None and self._fit.places == self.recorder.places:
             return
         self._backend = None  # the host's keeps buffers that the model has replaced
         for name in ("prior_precision", "prior_mean", "sigma_noise"):
             setattr(self, name, getattr(self, name))  # the host moves what it is given
-        self._fit = self._fit.to(self._structure)
+        if self._fit is not None:
+            self._fit = self._fit.to(self._structure)
 
     # --- prior ------------------------------------------------------------------------
 
@@ -469,7 +470,7 @@ class LoRALaplace(Posterior, Predictor):
         weights.
         """
         least = self._smallest_prior
-        if self.task.has_noise and isinstance(self._fit, Fit):
+        if self.task.has_noise and self._fit is not None:
             least /= mean_squared_slope(self) * self._H_factor.item()
         return least < 0.99 * WITHOUT_VARIANCE  # which float32 rounds
 
