@@ -174,6 +174,7 @@ class StreamingUpdates:
             self.finish()
         return energy
 
+    @torch.no_grad()  # rows may be views of inputs that require a gradient
     def finish(self) -> None:
         """Add all waiting rows."""
         # Whatever fails below, no rows are added twice.
