@@ -1,4 +1,4 @@
-"""Tiny models, and options of experiments at their smallest."""
+"""Tiny models, and command lines of experiments at their smallest."""
 
 import logging
 
@@ -7,7 +7,7 @@ import pytest
 from benchmarks import measuring
 from benchmarks.fine_tuning import prepare
 from benchmarks.tasks.paper import PAPER_TASKS
-from tests.benchmarks.support import parsed, save_tiny_models, write_grammar, write_task
+from tests.benchmarks.support import parsed, save_tiny, write_rows
 
 
 @pytest.fixture
@@ -24,55 +24,50 @@ def in_this_process(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def tiny_models(tmp_path_factory):
-    return save_tiny_models(tmp_path_factory.mktemp("models"))
+def encoder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("encoder")
+    return save_tiny("RobertaForSequenceClassification", "right", folder)
+
+
+@pytest.fixture(scope="session")
+def decoder(tmp_path_factory):
+    # As Gemma's tokenizer pads.
+    return save_tiny("LlamaForCausalLM", "left", tmp_path_factory.mktemp("decoder"))
 
 
 @pytest.fixture
-def prepared(tiny_models, tmp_path):
-    """Prepare a tiny pretrained model, and made-up rows of a task of the paper."""
+def choices(decoder, tmp_path):
+    """Return options for a task of prompts, read from sources, and a tiny decoder."""
+    return (
+        f"--task choices --model {decoder} --train-examples 20 --test-examples 12 "
+        "--shifted-examples 8 --files-per-library 30 --steps 10 --learning-rate 0.01 "
+        f"--cache {tmp_path}/cache"
+    )
 
-    def make(task, **changes):
-        write_task(task, tmp_path)
-        settings = {
-            "task": task,
-            "model": tiny_models[PAPER_TASKS[task].is_prompt],
-            "data": tmp_path,
-            "cache": tmp_path / "cache",
-            "steps": 2,
-            "batch_size": 2,
-        }
-        return prepare(parsed("stages --quiet", **(settings | changes)), 0)
+
+@pytest.fixture
+def grammar(encoder, tmp_path):
+    """Return options for a task of two classes, and a tiny encoder."""
+    rows = []
+    for number in range(24):
+        verb = "rains" if number % 2 else "rain"
+        # Each sentence twice: with its own label, and with one that tells nothing.
+        for label in (number % 2, (number // 5) % 2):
+            rows.append({"sentence": f"It {verb} {number}.", "label": label})
+    for source in PAPER_TASKS["cola"].sources:
+        write_rows(rows, source.file_in(tmp_path))
+    return (
+        f"--task cola --data {tmp_path} --model {encoder} --steps 20 --batch-size 8 "
+        f"--learning-rate 0.01 --cache {tmp_path}/cache"
+    )
+
+
+@pytest.fixture
+def prepared(grammar):
+    """Prepares a tiny pretrained model, and eight training texts, by options."""
+
+    def make(options):
+        command = f"stages --quiet {grammar} --train-examples 8 {options}"
+        return prepare(parsed(command), 0)
 
     return make
-
-
-@pytest.fixture
-def choices(tiny_models, tmp_path):
-    """Return options for a task of prompts, read from sources, and a tiny decoder."""
-    return {
-        "task": "choices",
-        "model": tiny_models[True],
-        "train_examples": 20,
-        "test_examples": 12,
-        "shifted_examples": 8,
-        "files_per_library": 30,
-        "steps": 10,
-        "learning_rate": 0.01,
-        "cache": tmp_path / "cache",
-    }
-
-
-@pytest.fixture
-def grammar(tiny_models, tmp_path):
-    """Return options for a task of two classes, and a tiny encoder."""
-    write_grammar(tmp_path)
-    return {
-        "task": "cola",
-        "data": tmp_path,
-        "model": tiny_models[False],
-        "steps": 20,
-        "learning_rate": 0.01,
-        "batch_size": 8,
-        "cache": tmp_path / "cache",
-    }

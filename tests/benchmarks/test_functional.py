@@ -27,7 +27,9 @@ from tests.support.dense import (
 from tests.support.models import N_CLASSES, lora_model, ragged_batches
 
 PRIOR = 0.3
-TEXTS = 3 * (7, 4, 5)
+TRAIN = ragged_batches(3 * (7, 4, 5))
+TEST = ragged_batches((6, 3), batch_size=1)
+N_TEXTS = 9
 
 
 @pytest.fixture
@@ -39,13 +41,13 @@ def model():
 def n_selected(request, monkeypatch):
     """Return of how many texts posteriors are that look at all or at some."""
     monkeypatch.setattr(functional, "MOST_ROWS", request.param)
-    return min(len(TEXTS), request.param // N_CLASSES)
+    return min(N_TEXTS, request.param // N_CLASSES)
 
 
-def fitted(cls: type[FunctionSpaceLaplace], model: Any, batches: Any) -> Any:
+def fitted(cls: type[FunctionSpaceLaplace], model: Any) -> Any:
     la = cls.of(AdaptedModel(model))
     la.prior_precision = 7.0  # a fit knows nothing of the prior of predictions
-    la.fit(batches)
+    la.fit(TRAIN)
     la.prior_precision = PRIOR
     return la
 
@@ -56,58 +58,37 @@ def dense(model: Any, batches: Sequence[Any]) -> tuple[Tensor, Tensor]:
     return Js, logits
 
 
-def covariances(la: Any, batches: Sequence[Any]) -> Tensor:
-    return torch.cat([la.predictive_moments(batch).f_var for batch in batches])
+def assert_linear(la: Any, features: Tensor, curvature: Tensor) -> None:
+    """Demand covariances of a linear model in features `(parameters, features)`."""
+    of_test, _ = dense(la.model.model, TEST)
+    prior = torch.full((len(curvature),), PRIOR).double()
+    found = torch.cat([la.predictive_moments(batch).f_var for batch in TEST])
+    assert_close(found, glm_covariance(of_test @ features, curvature, prior))
 
 
 def test_subset_of_data_is_the_generalised_linear_model(model, n_selected):
-    train, test = ragged_batches(TEXTS), ragged_batches((6, 3))
-    la = fitted(SubsetLaplace, model, train)
-    Js, logits = (each[:n_selected] for each in dense(model, train))
+    la = fitted(SubsetLaplace, model)
+    Js, logits = (each[:n_selected] for each in dense(model, TRAIN))
     p = logits.softmax(-1)
     # The host's likelihood knows of no covariance between logits.
-    precision = exact_ggn(Js, torch.diag_embed(p * (1 - p)))
-    of_test, _ = dense(model, test)
-    prior = torch.full((len(precision),), PRIOR).double()
-    assert_close(covariances(la, test), glm_covariance(of_test, precision, prior))
+    curvature = exact_ggn(Js, torch.diag_embed(p * (1 - p)))
+    assert_linear(la, torch.eye(len(curvature)).double(), curvature)
 
 
 def test_ella_is_the_generalised_linear_model_in_its_features(model, n_selected):
-    train, test = ragged_batches(TEXTS), ragged_batches((6, 3))
-    la = fitted(ELLALaplace, model, train)
-    Js, logits = dense(model, train)
-    directions = la.H.host.dual_directions[: -logits.shape[-1]]
+    la = fitted(ELLALaplace, model)
+    Js, logits = dense(model, TRAIN)
+    directions = la.H.host.dual_directions[:-N_CLASSES]
     features = Js[:n_selected].flatten(0, 1).T @ la.H.basis.coordinates @ directions
     n_kept = round(0.75 * n_selected)
     assert_close(features.T @ features, torch.eye(n_kept).double())
-    curvature = exact_ggn(Js @ features, softmax_fisher(logits))
-    of_test, _ = dense(model, test)
-    prior = torch.full((n_kept,), PRIOR).double()
-    expected = glm_covariance(of_test @ features, curvature, prior)
-    assert_close(covariances(la, test), expected)
+    assert_linear(la, features, exact_ggn(Js @ features, softmax_fisher(logits)))
 
 
 def test_valla_conditions_on_the_labels_logits(model, n_selected, monkeypatch):
     monkeypatch.setattr(functional, "STEPS", 20)
-    train, test = ragged_batches(TEXTS), ragged_batches((6, 3))
-    la = fitted(VaLLALaplace, model, train)
-    host = la.H.host
-    Js, _ = dense(model, train)
-    inducing = Js[torch.arange(n_selected), labels_of(train)[:n_selected]]
-    root = inducing.T @ host._factor_matrix().detach()
-    of_test, _ = dense(model, test)
-    prior = torch.full((len(root),), PRIOR).double()
-    assert_close(covariances(la, test), glm_covariance(of_test, root @ root.T, prior))
-
-
-def test_held_out_texts_choose_the_prior(model):
-    la = fitted(SubsetLaplace, model, ragged_batches(TEXTS))
-    held = ragged_batches(seed=5)
-    la.optimize_prior_precision(method="gridsearch", val_loader=held, grid_size=5)
-    assert la.predict_proba(held).sum(-1) == pytest.approx(1)
-
-
-def test_texts_that_are_alike_leave_fewer_directions(model):
-    la = fitted(ELLALaplace, model, 8 * ragged_batches((7, 4, 5)))
-    # Three texts have no more rows than this, and 18 directions are asked for first.
-    assert la.H.host.n_eigenvalues == 9 == 3 * N_CLASSES
+    la = fitted(VaLLALaplace, model)
+    Js, _ = dense(model, TRAIN)
+    inducing = Js[torch.arange(n_selected), labels_of(TRAIN)[:n_selected]]
+    root = inducing.T @ la.H.host._factor_matrix().detach()
+    assert_linear(la, torch.eye(len(root)).double(), root @ root.T)

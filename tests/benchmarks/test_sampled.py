@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from benchmarks.methods import sampled
 from benchmarks.methods.sampled import noise_basis, training_free
 from benchmarks.models import AdaptedModel
-from tests.benchmarks.support import assert_same, copied, predicted, probabilities_of
+from tests.benchmarks.support import predicted
 from tests.support.models import lora_model, ragged_batches
 
 
@@ -18,34 +17,21 @@ def test_tfb_takes_the_most_noise_that_changes_few_classes(monkeypatch):
     model = AdaptedModel(lora_model("bert", hidden_size=32).eval())
     batches = ragged_batches(12 * (7, 4, 5, 7, 3, 6, 2, 7), batch_size=24)
     texts = DataLoader(batches, batch_size=None)
-    before = copied(model.model)
     noisy = predicted(training_free(model, texts), texts)
-    assert_same(model.model, before)
-    p = probabilities_of(model, texts)
+    p = model.logits(texts).softmax(-1)
     share_changed = (noisy.argmax(-1) != p.argmax(-1)).double().mean()
     # A search by halves comes near the most from below.
     assert 0.14 < share_changed <= 0.2
     assert (noisy - p).abs().mean() > 0.003
 
 
-def effect_of_noise(B: Tensor) -> Tensor:
-    """Return the covariance of lora_B times the noise of lora_A."""
+@pytest.mark.parametrize(
+    ("shape", "rank"), [((7, 3), 3), ((2, 3), 2), ((7, 3), 1), ((7, 3), 0)]
+)
+def test_noise_of_tfb_is_isotropic_in_what_lora_b_reads(shape, rank):
+    torch.manual_seed(0)
+    m, n = shape
+    B = torch.randn(m, rank) @ torch.randn(rank, n)
     effect = B @ noise_basis(B)
-    return effect @ effect.mT
-
-
-@pytest.mark.parametrize("shape", [(7, 3), (2, 3)])
-def test_noise_of_tfb_is_isotropic_in_the_columns_of_lora_b(shape):
-    torch.manual_seed(0)
-    B = torch.randn(shape).double() * torch.tensor([5.0, 1.0, 0.1])
-    U, _, _ = torch.linalg.svd(B, full_matrices=False)
-    assert_close(effect_of_noise(B), U @ U.mT)
-
-
-def test_noise_of_tfb_has_no_direction_that_lora_b_does_not_read():
-    assert noise_basis(torch.zeros(7, 3)).count_nonzero() == 0
-    torch.manual_seed(0)
-    column = torch.randn(7, 1)
-    direction = column / column.norm()
-    of_rank_1 = column @ torch.randn(1, 3)
-    assert_close(effect_of_noise(of_rank_1), direction @ direction.mT)
+    # The covariance of lora_B times the noise of lora_A projects onto its columns.
+    assert_close(effect @ effect.mT, B @ torch.linalg.pinv(B), rtol=0, atol=1e-5)

@@ -4,32 +4,24 @@ from itertools import product
 
 import pytest
 
-from tests.benchmarks.support import rows_by, rows_with, run, values_of
-
-SMALL = (
-    "scale --quiet --device cpu --hidden-size 16 --layers 1 --batches 2 "
-    "--repetitions 1 --widths 16"
-)
+from tests.benchmarks.support import rows_by, rows_with, run
 
 
 @pytest.mark.usefixtures("in_this_process")
 def test_every_series_at_small_sizes(tmp_path):
-    sizes = " --classes 2 30 --lengths 8 16 --processes 1"
-    finished = run(tmp_path, SMALL + sizes)
-    rows = finished.rows
+    command = (
+        "scale --quiet --device cpu --hidden-size 16 --layers 1 --batches 2 "
+        "--repetitions 1 --widths 16 --classes 2 30 --lengths 8 16 --processes 1"
+    )
+    rows = run(command, tmp_path)["rows"]
     assert all(row["seconds"] > 0 for row in rows)
-    assert "Against the number of classes" in finished.printed
 
-    of_classes = rows_with(rows, against="classes")
-    names = set(values_of(of_classes, "name"))
-    assert len(of_classes) == 2 * len(names)
-    assert {"fit", "search", "exact prediction", "prediction by contrasts"} < names
-    of_forward = rows_with(of_classes, name="forward pass")
-    assert values_of(of_forward, "forward_passes") == [1, 1]
-    seconds_of = {row["size"]: row["seconds"] for row in of_forward}
-    for row in of_classes:
+    of_classes = rows_by(rows_with(rows, against="classes"), "name", "size")
+    names = {"fit", "search", "exact prediction", "prediction by contrasts"}
+    assert of_classes.keys() > set(product(names, (2, 30)))
+    for (_, size), row in of_classes.items():
         # All are told in forward passes of the same number of classes.
-        seconds = row["forward_passes"] * seconds_of[row["size"]]
+        seconds = row["forward_passes"] * of_classes["forward pass", size]["seconds"]
         assert row["seconds"] == pytest.approx(seconds)
 
     of_lengths = rows_with(rows, against="tokens of a text")

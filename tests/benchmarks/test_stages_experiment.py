@@ -23,52 +23,53 @@ from benchmarks.fine_tuning import (
     untrained,
 )
 from benchmarks.methods.method import fit_temperature
-from benchmarks.options import Stages
 from laplace_lora_ext.metrics import negative_log_likelihood
 from laplace_lora_ext.tuning.gridsearch import PENALTY
-from tests.benchmarks.support import rows_by, run
+from tests.benchmarks.support import parsed, rows_by, run
 
-OF_VARIANCES = {"epistemic_entropy", "summed_variance", "largest_variance"}
-OF_MEMBERS = {"epistemic_entropy"}
-# Each row, and what tells foreign texts beside entropy and maximum.
-ROWS = {
-    ("map", ""): {"mahalanobis"},
-    ("temperature_scaling", "validation"): set(),
-    ("temperature_scaling", "validation_elsewhere"): set(),
-    ("lowrank_kron", "validation_elsewhere"): OF_VARIANCES,
-    ("second_mixture", "validation_elsewhere"): OF_VARIANCES,
-    ("mc_dropout", ""): set(),
-    ("staged_map_1", ""): set(),
-    ("staged_map_1", "held_out_temperature"): set(),
-    ("staged_1", "held_out"): OF_VARIANCES,
-    ("staged_1_amortized", "swapped"): set(),
-    ("staged_1_student", "swapped"): set(),
-    ("staged_map_1_student", "swapped"): set(),
-    ("staged_map_2", ""): OF_MEMBERS,
-    ("staged_map_2", "held_out_temperature"): OF_MEMBERS,
-    ("staged_2", "held_out"): OF_VARIANCES,
-    ("staged_map_1", "held_out_penalised"): set(),
-    ("staged_1", "held_out_prior"): OF_VARIANCES,
-    ("staged_diag", "held_out"): set(),
-    ("staged_kron", "held_out"): set(),
-    ("label_smoothing", "held_out"): set(),
-}
+# Methods and priors of all rows, and what tells foreign texts beside the probabilities.
+ROWS = """\
+map: mahalanobis
+temperature_scaling validation:
+temperature_scaling validation_elsewhere:
+lowrank_kron validation_elsewhere: variances
+second_mixture validation_elsewhere: variances
+mc_dropout:
+staged_map_1:
+staged_map_1 held_out_temperature:
+staged_1 held_out: variances
+staged_1_amortized swapped:
+staged_1_student swapped:
+staged_map_1_student swapped:
+staged_map_2: epistemic_entropy
+staged_map_2 held_out_temperature: epistemic_entropy
+staged_2 held_out: variances
+staged_map_1 held_out_penalised:
+staged_1 held_out_prior: variances
+staged_diag held_out:
+staged_kron held_out:
+label_smoothing held_out:
+"""
+SIGNS = ["entropy", "maximum"]
+VARIANCES = "epistemic_entropy summed_variance largest_variance"
 
 
-def n_trainings(options) -> int:
-    return len(list(options["cache"].glob("fine-tuned-*.pt")))
+def n_trainings(folder) -> int:
+    return len(list(folder.glob("cache/fine-tuned-*.pt")))
 
 
 def test_every_row_is_measured_and_every_training_is_shared(choices, tmp_path):
     command = "stages --members 2 --posteriors diag kron --rivals mc_dropout"
-    finished = run(tmp_path / "results", command, **choices, smoothing=[0.2])
-    rows = rows_by(finished.figures["methods"], "method", "prior")
-    assert list(rows) == list(ROWS)
-    for keys, row in rows.items():
+    figures = run(f"{command} --smoothing 0.2 {choices}", tmp_path / "results")
+    rows = rows_by(figures["methods"], "method", "prior")
+    expected = [line.split(":") for line in ROWS.splitlines()]
+    assert [" ".join(keys).strip() for keys in rows] == [keys for keys, _ in expected]
+    for row, (_, signs) in zip(rows.values(), expected, strict=True):
         assert 0 < row["nll"] < 10
         assert row["forward_passes"] > 0
         of_shifted = row["shifted"]["matplotlib"]
-        assert set(of_shifted["auroc"]) == {"entropy", "maximum"} | ROWS[keys]
+        others = signs.replace("variances", VARIANCES).split()
+        assert set(of_shifted["auroc"]) == {*SIGNS, *others}
         # Its texts have labels, of another library.
         assert 0 < of_shifted["nll"] < 10
     trainings = {keys: row["trainings"] for keys, row in rows.items()}
@@ -81,15 +82,14 @@ def test_every_row_is_measured_and_every_training_is_shared(choices, tmp_path):
     # of its own, and a second one if held-out texts choose it. The first stage is the
     # second training, too.
     smoothed = 2 if rows["label_smoothing", "held_out"]["chosen"] > 0 else 1
-    assert n_trainings(choices) == 1 + 2 * 2 + smoothed
-    assert "Reading" in finished.progress
+    assert n_trainings(tmp_path) == 1 + 2 * 2 + smoothed
 
 
 def test_more_labels_choose_temperatures_of_the_model_that_has_all_texts(
     grammar, monkeypatch
 ):
     monkeypatch.setattr(stages, "MORE_LABELS", (4, 8, 16))
-    asked = Stages(quiet=True, **grammar)
+    asked = parsed(f"stages --quiet {grammar}")
     pretrained = prepare(asked, 0)
     # Half of those that are asked for last.
     further = pretrained.task.test[:8]
@@ -110,23 +110,20 @@ def test_stages_alone_have_a_temperature_with_the_penalty_and_other_posteriors(
     grammar, tmp_path
 ):
     # Until the model is surer than right.
-    grammar |= {"steps": 120, "learning_rate": 0.03}
+    grammar += " --steps 120 --learning-rate 0.03"
     command = "stages --members 1 --no-ordinary --no-students --smoothing"
-    command += " --posteriors lowrank_kron head"
-    finished = run(tmp_path / "results", command, **grammar)
-    rows = rows_by(finished.figures["methods"], "method", "prior")
-    for method, _ in rows:
-        assert method.startswith("staged")
-        assert "student" not in method
-        assert "amortized" not in method
-    assert n_trainings(grammar) == 2
+    command += f" --posteriors lowrank_kron head {grammar}"
+    figures = run(command, tmp_path / "results")
+    rows = rows_by(figures["methods"], "method", "prior")
+    assert all(method.startswith("staged") for method, _ in rows)
+    assert n_trainings(tmp_path) == 2
     # Ours by the list's way is ours.
     ours = rows["staged_1", "held_out"]
     by_list = rows["staged_lowrank_kron", "held_out"]
     for figure in ("nll", "chosen", "trainings"):
         assert by_list[figure] == pytest.approx(ours[figure], rel=1e-4)
     assert rows["staged_head", "held_out"]["nll"] != ours["nll"]
-    asked = Stages(quiet=True, **grammar)
+    asked = parsed(f"stages --quiet {grammar}")
     trial = Trial(prepare(asked, 0), asked, 0)
     logits = trial._first_stage(0.0).logits(trial.held_loaders[HELD])
 
@@ -142,7 +139,7 @@ def test_stages_alone_have_a_temperature_with_the_penalty_and_other_posteriors(
 
 
 def test_a_mixture_is_that_of_in_stages(choices):
-    asked = Stages(quiet=True, no_students=True, **choices)
+    asked = parsed(f"stages --quiet {choices}")
     pretrained = prepare(asked, 0)
     trial = Trial(pretrained, asked, 0)
 
