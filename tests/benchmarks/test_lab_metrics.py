@@ -10,7 +10,7 @@ from benchmarks.metrics import (
     shift_detection,
     signs_of,
 )
-from tests.support.posteriors import generator
+from tests.support.models import generator
 
 PROBABILITIES = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.3, 0.7]])
 

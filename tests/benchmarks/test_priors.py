@@ -10,8 +10,8 @@ from torch.testing import assert_close
 
 from benchmarks.methods.priors import GRID, LINKS, by_tfb_rule, data_of, predicted
 from laplace_lora_ext import Moments
-from tests.support.models import lora_model, ragged_batches, without_labels
-from tests.support.posteriors import fitted, generator
+from tests.support.models import generator, lora_model, ragged_batches, without_labels
+from tests.support.posteriors import fitted
 
 # By default, from ten on not all are compared, and "probit" reads them all.
 N_CLASSES = 10
