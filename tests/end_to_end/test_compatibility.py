@@ -137,13 +137,6 @@ def case_of(family: Family, column: str) -> Case:
     )
 
 
-def has_finite_gradients(model: nn.Module, batch: Example) -> bool:
-    """Back-propagate a batch's loss by plain autograd."""
-    model.requires_grad_(True)
-    model(**batch).loss.backward()
-    return all(weight.grad.isfinite().all() for weight in model.parameters())
-
-
 @pytest.mark.skipif(
     Version(transformers.__version__) < Version("5"), reason="tells of transformers 5"
 )
@@ -155,7 +148,6 @@ def test_each_family_has_the_outcome_of_the_table(name: str, column: str):
     if outcome == NOT_FINITE:
         with pytest.raises(ValueError, match=r"batch 1: .* non-finite"):
             case.fitted()
-        assert not has_finite_gradients(case.model, case.batches[1])
         return
     la = case.fitted()
     assert la.recorder.layouts.examples_apart == (name in ONE_BY_ONE)

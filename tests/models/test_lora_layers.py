@@ -115,18 +115,6 @@ def test_a_selection_that_matches_nothing_is_refused_and_says_what_there_is(
         find_blocks(bert, **selection)
 
 
-def test_where_one_half_of_lora_is_frozen_the_other_takes_part_alone(bert):
-    # As LoRA-FA, which does not train A.
-    for name, weight in bert.named_parameters():
-        if "layer.0." in name and "lora_A" in name:
-            weight.requires_grad_(False)
-    expected = [n for n in in_peft() if "layer.1." in n or "lora_B" in n]
-    assert names(find_blocks(bert)) == expected
-    # An adapter that was loaded for inference tells nothing of its training.
-    bert.requires_grad_(False)
-    assert names(find_blocks(bert)) == in_peft()
-
-
 def test_a_weight_takes_part_by_its_name_whether_or_not_it_requires_grad(bert):
     frozen, other, *_ = find_blocks(bert)
     frozen.weight.requires_grad_(False)
