@@ -16,8 +16,8 @@ from tests.compatibility.kinds import with_dora
 from tests.support.cases import Case, dense
 from tests.support.dense import EXACT, curvature_of, full_rank, labels_of, predicted
 from tests.support.matrices import (
-    SELECTIONS,
     of_activated,
+    of_b_alone,
     of_convolutions,
     of_embedding,
     of_experts,
@@ -40,7 +40,6 @@ from tests.support.posteriors import count_forward_passes, make, normal
 assert_exact = partial(assert_close, **EXACT)
 # Most of these models are warned of, since their examples take passes of their own.
 pytestmark = pytest.mark.filterwarnings("ignore")
-ONE_HEAD, _, PLAIN_HEAD, *_, B_ALONE = SELECTIONS.values()
 
 
 # --- no rows --------------------------------------------------------------------------
@@ -105,7 +104,7 @@ def test_adalora_has_no_second_adapter():
 
 
 def test_a_posterior_over_b_alone_is_loaded_where_no_weight_is_trainable(tmp_path):
-    case = B_ALONE()
+    case = of_b_alone()
     la = case.fitted()
     la.save_pretrained(tmp_path)
     case.model.save_pretrained(tmp_path)
@@ -115,16 +114,6 @@ def test_a_posterior_over_b_alone_is_loaded_where_no_weight_is_trainable(tmp_pat
     assert [block.name for block in again.blocks] == [block.name for block in la.blocks]
     batch = first_batch()
     assert_close(again(batch), la(batch))
-
-    # Of the same rank: that the weights differ is all that is wrong.
-    of_both = make(lora_model("bert"), **full_rank(stochastic=False))
-    with pytest.raises(ValueError, match=r"lora_A\.weight .*None at the fit"):
-        of_both.load_state_dict(la.state_dict())
-    # A takes no part, and yet decides what B's inputs are.
-    first, *_ = la.blocks
-    first.owner.lora_A["default"].weight.data += 1e-3
-    with pytest.raises(RuntimeError, match=r"query\.lora_A\.weight differs"):
-        la(batch)
 
 
 # --- KFAC's own factors ---------------------------------------------------------------
@@ -261,9 +250,6 @@ def test_a_file_keeps_the_choice_of_heads(tmp_path):
     la.save_pretrained(tmp_path)
     loaded = laplace_lora_ext.from_pretrained(model, tmp_path)
     assert heads_of(loaded) == heads_of(la) == OUT_PROJ
-    head_of(model).out_proj.bias.data[0] += 1
-    with pytest.raises(RuntimeError, match=r"out_proj\.bias have changed since"):
-        la(first_batch())
 
 
 def test_what_is_frozen_in_a_head_is_left_out_unless_all_is():

@@ -101,16 +101,6 @@ def test_a_search_by_statistics_takes_no_pass_and_makes_no_matrix_of_classes(of_
     assert (10, 40) in ends
 
 
-def test_the_number_of_contrasts_can_be_chosen():
-    la = of_classes(40)
-    la.n_contrasts = 2
-    assert n_passes(la, la, BATCH, link_approx="mean_field") == 2
-    # There are no more than a class less.
-    la.n_contrasts = 100
-    assert n_passes(la, la.predict, BATCH) == 39
-    assert n_passes(la, la.predictive_moments, BATCH) == 40
-
-
 # --- how many passes, and which tensors: the same on any machine ----------------------
 
 

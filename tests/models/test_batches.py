@@ -2,6 +2,7 @@
 
 from collections import UserDict
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -189,22 +190,15 @@ def test_positions_and_padding_tokens_that_harm_nothing_are_not_refused():
 # --- rows of a batch ------------------------------------------------------------------
 
 
-def test_positions_know_the_padding_of_each_example_and_what_is_beside_texts():
-    cpu = torch.device("cpu")
-    ids = torch.ones(4, 3, dtype=torch.long)
-    mask = torch.tensor([[1, 1, 0]])
-    # Two texts are an example.
-    given = {"input_ids": ids, "attention_mask": mask.expand(4, 3)}
-    found = positions_of(given, 2, cpu)
-    assert torch.equal(found.mask, mask.bool().repeat(2, 2))
-    assert (found.n_rows, found.n_tokens, found.is_text) == (4, 12, False)
-    found = positions_of({"input_ids": ids, "attention_mask": ids}, 4, cpu)
-    assert found.mask is None
-    assert found.is_text
-    beside = {"input_ids": ids, "pixels": torch.ones(4, 2)}
-    assert not positions_of(beside, 4, cpu).is_text
-    # Windows, of which texts have other numbers.
-    assert positions_of(ids, 3, cpu).n_tokens is None
+def test_positions_know_what_is_beside_texts():
+    positions = partial(positions_of, device=torch.device("cpu"))
+    ids = torch.ones(4, 3).long()
+    assert positions(ids, 4).is_text
+    # Features, or parts of which texts have other numbers.
+    for beside in (torch.ones(4, 2), ids[:2]):
+        assert not positions({"input_ids": ids, "beside": beside}, 4).is_text
+    # Windows.
+    assert positions(ids, 3).n_tokens is None
 
 
 def test_padding_on_the_left_moves_behind_the_text_with_all_that_lies_by_position():

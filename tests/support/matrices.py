@@ -269,9 +269,7 @@ def of_b_alone() -> Case:
     return Case(model, ragged_batches(), names=["lora_B"])
 
 
-BERT = partial(lora_model, "bert")
 SELECTIONS: dict[str, Callable[[], Case]] = {
-    "a head of one layer": partial(with_head, BERT, ragged_batches),
     "a head of two layers": partial(with_head, roberta, ragged_batches),
     "a head of a plain module": partial(with_head, plain, partial(pairs, 2)),
     "a head for all tokens": partial(with_head, gpt_neox, ragged_batches),
