@@ -59,15 +59,6 @@ _WIDTH = {
 _TEXT = {**_TOKENS, **_WIDTH, "max_position_embeddings": 32}
 _GROUPED = {**_TEXT, "num_key_value_heads": 1, "head_dim": 4}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 6, "num_experts": 3}
-_FOUR_STATES = {
-    "mamba_d_state": 4,
-    "mamba_n_heads": 4,
-    "n_mamba_heads": 4,
-    "mamba_d_head": 4,
-    "mamba_headdim": 4,
-    "mamba_chunk_size": 4,
-    "chunk_size": 4,
-}
 _DEBERTA = {
     "relative_attention": True,
     "pos_att_type": ["p2c", "c2p"],
@@ -151,10 +142,6 @@ class Family:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=0.3)
-        for module in model.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                # Where MobileViT begins near 0.
-                nn.init.ones_(module.weight)
         lora = LoraConfig(
             r=2,
             lora_alpha=4,
@@ -200,22 +187,14 @@ FAMILIES = {
         # PEFT refuses out_proj.
         targets=["in_proj", "x_proj"],
     ),
-    "Bamba": Family(
-        "Bamba",
-        {
-            **_GROUPED,
-            **_FOUR_STATES,
-            "mamba_n_groups": 1,
-            "attn_layer_indices": [1],
-            "partial_rotary_factor": 1.0,
-        },
-        "ForCausalLM",
-    ),
     "Zamba 2": Family(
         "Zamba2",
         {
             **_TEXT,
-            **_FOUR_STATES,
+            "mamba_d_state": 4,
+            "n_mamba_heads": 4,
+            "mamba_headdim": 4,
+            "chunk_size": 4,
             "num_key_value_heads": 2,
             "mamba_ngroups": 1,
             "hybrid_layer_ids": [1],
@@ -340,20 +319,6 @@ FAMILIES = {
         },
         "ForImageClassification",
         examples=partial(of_images, shape=(3, 16, 16)),
-    ),
-    "MobileViT": Family(
-        "MobileViT",
-        {
-            "image_size": 32,
-            "hidden_sizes": [8] * 3,
-            "neck_hidden_sizes": [4] * 6 + [8],
-            "num_attention_heads": 2,
-            "mlp_ratio": 1.0,
-            "num_hidden_layers": 1,
-        },
-        "ForImageClassification",
-        examples=partial(of_images, shape=(3, 64, 64)),
-        targets=["query", "key", "value", "dense"],
     ),
     "TimeSformer": Family(
         "Timesformer",

@@ -43,15 +43,6 @@ def of_cases(names: Iterable[str]):
     return pytest.mark.parametrize("fit", names, indirect=True, scope="module")
 
 
-def noise_of(case: Case) -> float:
-    """Return the noise of numbers, which divides nothing."""
-    return 0.7 if case.keywords.get("likelihood") == "regression" else 1.0
-
-
-def fitted(case: Case, structure: str = "lowrank_kron", **keywords):
-    return case.fitted(structure, sigma_noise=noise_of(case), **keywords)
-
-
 @pytest.fixture(scope="module", params=EVERYTHING)
 def fit(request) -> Dense:
     """Return the dense calculus of a case."""
@@ -66,7 +57,7 @@ def before(fit) -> Snapshot:
 @pytest.fixture(scope="module")
 def fitted_once(fit, before):
     """Fit a posterior that tests of a case share."""
-    return fitted(fit.case)
+    return fit.case.fitted()
 
 
 @pytest.fixture
@@ -78,7 +69,7 @@ def la(fitted_once):
 
 
 def dense_posterior(fit: Dense, prior: Tensor = BROAD, structure: str = "lowrank_kron"):
-    return fit.posterior(fit.curvature(structure), prior, noise_of(fit.case))
+    return fit.posterior(fit.curvature(structure), prior)
 
 
 # --- the dense calculus ---------------------------------------------------------------
@@ -86,8 +77,7 @@ def dense_posterior(fit: Dense, prior: Tensor = BROAD, structure: str = "lowrank
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "full", "diag"])
 def test_curvature_covariances_and_evidence_are_the_dense_ones(fit, structure):
-    la = fitted(fit.case, structure)
-    assert_dense(la, fit, fit.curvature(structure), noise_of(fit.case))
+    assert_dense(fit.case.fitted(structure), fit, fit.curvature(structure))
 
 
 def predictions(la: Any, case: Case, link: str) -> list[Tensor]:
@@ -127,7 +117,7 @@ def test_all_outputs_of_a_batch_have_the_dense_covariance(fit, la):
     ("structure", "link"), [("lowrank_kron", "mean_field"), ("diag", "probit")]
 )
 def test_a_search_chooses_by_the_losses_of_dense_predictions(fit, structure, link):
-    la = fitted(fit.case, structure)
+    la = fit.case.fitted(structure)
     history = la.optimize_prior_precision(
         method="gridsearch",
         val_loader=fit.case.batches,

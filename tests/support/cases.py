@@ -58,13 +58,14 @@ def link_of(f_mu: Tensor, f_var: Tensor, link: str) -> Tensor:
 class Softmax:
     """One class for each row of logits `(N, C)`."""
 
+    noise = 1.0
     fisher = staticmethod(softmax_fisher)
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Sum the negative log-likelihood `()`."""
         return cross_entropy(logits, y, reduction="sum")
 
-    def log_likelihood(self, loss: Tensor, n: int, noise: float) -> Tensor:
+    def log_likelihood(self, loss: Tensor, n: int) -> Tensor:
         """Return that of n numbers, of their loss."""
         return -loss
 
@@ -77,7 +78,7 @@ class Softmax:
         (p,) = zip(*members, strict=True)
         return (torch.stack(p).mean(0),)
 
-    def nll(self, p: tuple[Tensor, ...], y: Tensor, noise: float) -> Tensor:
+    def nll(self, p: tuple[Tensor, ...], y: Tensor) -> Tensor:
         """Compute each target's negative log-likelihood `(N,)`."""
         return nll_loss(p[0].log(), y, reduction="none")
 
@@ -96,7 +97,7 @@ class Bernoullis(Softmax):
         p = (f_mu / (1 + math.pi / 8 * variances).sqrt()).sigmoid()
         return (torch.stack([1 - p, p], dim=-1),)
 
-    def nll(self, p: tuple[Tensor, ...], y: Tensor, noise: float) -> Tensor:
+    def nll(self, p: tuple[Tensor, ...], y: Tensor) -> Tensor:
         of_labels = p[0].gather(-1, y.long()[..., None])
         return -of_labels.log().sum((1, 2))
 
@@ -104,14 +105,18 @@ class Bernoullis(Softmax):
 class Gaussian(Softmax):
     """A number, with noise, for each output of a row `(N, C)`."""
 
+    # Another than 1, which divides nothing.
+    noise = 0.7
+
     def fisher(self, logits: Tensor) -> Tensor:
         return torch.eye(logits.shape[-1]).to(logits).expand(len(logits), -1, -1)
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         return (logits - y).square().sum() / 2
 
-    def log_likelihood(self, loss: Tensor, n: int, noise: float) -> Tensor:
-        return -loss / noise**2 - n * math.log(noise * math.sqrt(2 * math.pi))
+    def log_likelihood(self, loss: Tensor, n: int) -> Tensor:
+        of_noise = self.noise * math.sqrt(2 * math.pi)
+        return -loss / self.noise**2 - n * math.log(of_noise)
 
     def predictive(self, f_mu: Tensor, f_var: Tensor, link: str) -> tuple[Tensor, ...]:
         return f_mu, f_var
@@ -124,9 +129,9 @@ class Gaussian(Softmax):
         of_means = (apart[..., :, None] * apart[..., None, :]).mean(0)
         return mean, covariances.mean(0) + of_means
 
-    def nll(self, p: tuple[Tensor, ...], y: Tensor, noise: float) -> Tensor:
+    def nll(self, p: tuple[Tensor, ...], y: Tensor) -> Tensor:
         mean, covariance = p
-        of_noise = noise**2 * torch.eye(mean.shape[-1]).to(mean)
+        of_noise = self.noise**2 * torch.eye(mean.shape[-1]).to(mean)
         return -MultivariateNormal(mean, covariance + of_noise).log_prob(y)
 
 
@@ -280,14 +285,12 @@ class Dense:
         exact = exact_ggn(self.jacobian, H)
         return exact.diagonal().diag() if structure == "diag" else exact
 
-    def posterior(
-        self, H: Tensor, prior_precision: Tensor, noise: float = 1.0
-    ) -> "DensePosterior":
+    def posterior(self, H: Tensor, prior_precision: Tensor) -> "DensePosterior":
         """Give each block its prior precision, and numbers their noise."""
         n_weights = torch.tensor([value.numel() for value in self.values])
         of_blocks = prior_precision.double().expand(len(n_weights))
         prior = of_blocks.repeat_interleave(n_weights)
-        return DensePosterior(self, H / noise**2, prior, noise)
+        return DensePosterior(self, H / self.case.target.noise**2, prior)
 
 
 @dataclass(frozen=True)
@@ -297,7 +300,6 @@ class DensePosterior:
     fit: Dense
     H: Tensor  # (parameters, parameters), over the noise's variance
     prior: Tensor  # (parameters,)
-    noise: float
 
     @property
     def f_var(self) -> Tensor:
@@ -307,11 +309,9 @@ class DensePosterior:
     @property
     def evidence(self) -> Tensor:
         """The log marginal likelihood."""
-        logits = self.fit.logits
-        log_likelihood = self.fit.case.target.log_likelihood(
-            self.fit.loss, logits.numel(), self.noise
-        )
-        return evidence(self.H, log_likelihood, self.fit.mean.double(), self.prior)
+        fit = self.fit
+        log_likelihood = fit.case.target.log_likelihood(fit.loss, fit.logits.numel())
+        return evidence(self.H, log_likelihood, fit.mean.double(), self.prior)
 
     def predictive(self, link: str) -> tuple[Tensor, ...]:
         """Predict what targets are distributed by."""
@@ -320,7 +320,7 @@ class DensePosterior:
     def nll(self, link: str) -> Tensor:
         """Average the targets' negative log-likelihoods."""
         case = self.fit.case
-        return case.target.nll(self.predictive(link), case.labels(), self.noise).mean()
+        return case.target.nll(self.predictive(link), case.labels()).mean()
 
 
 def dense(case: Case) -> Dense:
@@ -344,7 +344,7 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
     assert_close(found.double(), expected.double(), rtol=0, atol=atol)
 
 
-def assert_dense(la: Any, fit: Dense, H: Tensor, noise: float = 1.0) -> None:
+def assert_dense(la: Any, fit: Dense, H: Tensor) -> None:
     """Compare a posterior's curvature, covariances and evidence with those of H.
 
     Each block has a prior precision of its own.
@@ -356,7 +356,7 @@ def assert_dense(la: Any, fit: Dense, H: Tensor, noise: float = 1.0) -> None:
     assert_close(la.loss.double(), fit.loss, rtol=tolerance, atol=0)
     assert_near(curvature_of(la), H, tolerance)
     la.prior_precision = priors_of_blocks(la)
-    expected = fit.posterior(H, la.prior_precision, noise)
+    expected = fit.posterior(H, la.prior_precision)
     f_mu, f_var = predicted(la, case.all_inputs())
     assert_near(f_mu, fit.logits, tolerance)
     assert_near(f_var, expected.f_var, tolerance)

@@ -186,7 +186,7 @@ OF_TARGETS = {
     "numbers": Task(
         partial(lora_model, "bert", n_labels=2),
         numbers,
-        {"likelihood": "regression"},
+        {"likelihood": "regression", "sigma_noise": Gaussian.noise},
         {"target": Gaussian()},
     ),
     "rewards": Task(
