@@ -24,14 +24,8 @@ BERNOULLIS = TASKS[MULTI_LABEL]
 SAME = {"rtol": 1e-10, "atol": 1e-10}
 # What a search has minimised, near its optimum.
 SAME_OBJECTIVE = {"rtol": 1e-5, "atol": 1e-8}
-N_LABELS = 3
+N_LABELS = 3  # as many as `lora_model` has outputs
 N_TEXTS = 8
-
-
-def some_texts(n_labels: int = N_LABELS) -> Batch:
-    """Make the inputs of three texts."""
-    first, *_ = batches(n_labels)
-    return without_labels(first)
 
 
 class InTwoColumns(nn.Module):
@@ -55,42 +49,23 @@ def in_two_classes(batches: list[Batch]) -> list[tuple[Any, Tensor]]:
     ]
 
 
-def classifier(n_labels: int) -> nn.Module:
-    model = lora_model("bert", n_labels=n_labels)
-    return model.eval()
-
-
-def empty(structure: str, model: nn.Module):
-    """Make a posterior that is to be exact, and is not fitted yet."""
-    settings = full_rank(structure, stochastic=False)
-    return make(model, structure, MULTI_LABEL, **settings)
-
-
-def fitted(
-    structure: str = "lowrank_kron",
-    n_labels: int = N_LABELS,
-    model: nn.Module | None = None,
-):
-    if model is None:
-        model = classifier(n_labels)
-    la = empty(structure, model)
-    la.fit(batches(n_labels))
+def fitted(model: nn.Module | None = None):
+    settings = full_rank(stochastic=False)
+    model = model or lora_model("bert").eval()
+    la = make(model, likelihood=MULTI_LABEL, **settings)
+    la.fit(batches())
     return la
 
 
-def both(structure: str = "lowrank_kron", n_labels: int = N_LABELS):
+def both():
     """Fit the labels' posterior, and a wrapper's with classes "not" and "yes"."""
-    model = classifier(n_labels)
-    la = fitted(structure, n_labels, model)
-    wrapper = OfMapping(InTwoColumns(model))
-    settings = full_rank(structure)
-    wrapped = make(wrapper, structure, **settings)
-    texts = batches(n_labels)
+    model = lora_model("bert").eval()
+    wrapped = make(OfMapping(InTwoColumns(model)), **full_rank())
     with warnings.catch_warnings():
         # Nothing was trained: the weights are random.
         warnings.filterwarnings("ignore", "The trained model is no better")
-        wrapped.fit(in_two_classes(texts))
-    return la, wrapped
+        wrapped.fit(in_two_classes(batches()))
+    return fitted(model), wrapped
 
 
 # --- as two classes -------------------------------------------------------------------
@@ -134,7 +109,7 @@ def test_pictures_show_each_label_as_an_example_of_two_classes():
 
 def test_drawn_weights_give_sigmoids():
     la = fitted()
-    X = some_texts()
+    X, *_ = map(without_labels, batches())
     drawn = {"pred_type": "nn", "n_samples": 5}
     logits = la.functional_samples(X, generator=generator(), **drawn)
     samples = la.predictive_samples(X, generator=generator(), **drawn)

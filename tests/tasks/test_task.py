@@ -14,6 +14,7 @@ from laplace_lora_ext.tasks import TASKS
 from laplace_lora_ext.tasks.classification import Classification
 from laplace_lora_ext.tasks.regression import Regression
 from laplace_lora_ext.tasks.task import Draws, Seeds
+from tests.support.cases import Bernoullis, Gaussian, Softmax
 from tests.support.dense import EXACT, bernoulli_fisher, softmax_fisher
 from tests.support.posteriors import normal
 from tests.support.tasks import LABELS
@@ -63,27 +64,15 @@ def test_seeds_keep_float32_accuracy(likelihood, scale):
 def test_sampled_slopes_of_tokens_are_unbiased():
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0]).double()
     n_draws = 20_000
-    likelihood = TASKS["language_modeling"]
-    three_tokens = logits.expand(3, 4)
     of_one_text = Draws(0, torch.zeros(3).long())
-    seeds = likelihood.label_seeds(three_tokens, n_draws, of_one_text)
-    assert seeds.vectors.shape == (n_draws, 3, 4)
+    seeds = TASKS[TOKENS].label_seeds(logits.expand(3, 4), n_draws, of_one_text)
     assert seeds.weights.shape == (n_draws, 1)  # of a text, whose tokens share a pass
     # Each is divided by the root of their number, so that squares have the mean.
-    columns = seeds.dense()
-    mean = columns.sum(0) / n_draws**0.5
-    error = mean.abs().max()
-    assert error < 0.02
-    of_tokens = columns.unbind(1)
-    expected = softmax_fisher(logits)
-    for of_token in of_tokens:
-        found = of_token.T @ of_token
-        assert_close(found, expected, rtol=0, atol=0.01)
+    columns = seeds.dense().flatten(1)
     # Two tokens of a text are drawn independently.
-    first, second, _ = of_tokens
-    across = first.T @ second
-    error = across.abs().max()
-    assert error < 0.01
+    expected = torch.block_diag(*softmax_fisher(logits.expand(3, 4)))
+    assert_close(columns.T @ columns, expected, rtol=0, atol=0.01)
+    assert (columns.sum(0) / n_draws**0.5).abs().max() < 0.02
 
 
 class OnePattern(Draws):
@@ -110,13 +99,6 @@ FOUR_LOGITS = torch.tensor(
 )
 
 
-def exact_fisher(likelihood: str, logits: Tensor) -> Tensor:
-    """Compute Fishers `(N, C, C)` by their formulas."""
-    if likelihood == "regression":
-        return torch.eye(logits.shape[-1]).to(logits).expand(len(logits), -1, -1)
-    return (bernoulli_fisher if likelihood == MULTI_LABEL else softmax_fisher)(logits)
-
-
 def fishers_by_signs(likelihood: str, n_sums: int) -> list[Tensor]:
     """Compute Fishers `(N, C, C)` by each pattern of signs."""
     fishers = []
@@ -131,22 +113,24 @@ def fishers_by_signs(likelihood: str, n_sums: int) -> list[Tensor]:
     return fishers
 
 
-@pytest.mark.parametrize("n_sums", [1, 2, 3])
+# Each with the number of its Fisher's columns; of a token none are exact.
 @pytest.mark.parametrize(
-    "likelihood", ["classification", "regression", MULTI_LABEL, TOKENS]
+    ("likelihood", "target", "n_columns"),
+    [
+        ("classification", Softmax(), 3),
+        ("regression", Gaussian(), 4),
+        (MULTI_LABEL, Bernoullis(), 4),
+        (TOKENS, Softmax(), None),
+    ],
 )
-def test_the_mean_over_all_patterns_of_signs_is_the_exact_fisher(likelihood, n_sums):
-    fishers = fishers_by_signs(likelihood, n_sums)
-    mean = torch.stack(fishers).mean(0)
-    assert_close(mean, exact_fisher(likelihood, FOUR_LOGITS), **EXACT)
-
-
-@pytest.mark.parametrize(
-    ("likelihood", "n_columns"),
-    [("classification", 3), ("regression", 4), (MULTI_LABEL, 4)],
-)
-def test_as_many_sums_as_columns_are_exact_with_any_signs(likelihood, n_columns):
-    expected = exact_fisher(likelihood, FOUR_LOGITS)
+def test_signs_average_the_exact_fisher_and_as_many_as_columns_are_exact(
+    likelihood, target, n_columns
+):
+    expected = target.fisher(FOUR_LOGITS)
+    by_two = fishers_by_signs(likelihood, 2)
+    assert_close(torch.stack(by_two).mean(0), expected, **EXACT)
+    if n_columns is None:
+        return
     for found in fishers_by_signs(likelihood, n_columns):
         assert_close(found, expected, **EXACT)
     seeds = TASKS[likelihood].sign_seeds(FOUR_LOGITS, 9, Draws(0, torch.arange(4)))
@@ -210,9 +194,7 @@ NUMBERS = normal(4, 2, seed=2)
         ("classification", changed(CLASSES, 3), "0 to 2, not .*3"),
         ("classification", CLASSES.float(), "float32"),
         ("classification", CLASSES.bool(), "bool"),
-        ("classification", NUMBERS, '"regression"'),
         ("classification", LABELS, '"multi_label_classification"'),
-        ("classification", torch.zeros(4, 1).long(), "shape"),
         ("classification", torch.zeros(5).long(), "shape"),
         ("regression", CLASSES, '"classification"'),
         ("regression", torch.zeros(3, 2), "targets must be"),

@@ -7,11 +7,8 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, models
-from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     LlamaForSequenceClassification,
-    PreTrainedTokenizerFast,
     ProgressCallback,
     TrainerCallback,
 )
@@ -22,6 +19,7 @@ from laplace_lora_ext.training.trainers import loader_of, restored, train_with
 from tests.support.models import VOCABULARY, llama
 from tests.support.posteriors import fitted
 from tests.support.ranks import Texts
+from tests.support.saved_adapters import tokenizer
 from tests.support.trainers import N, trainer_of
 
 # --- loaders --------------------------------------------------------------------------
@@ -130,33 +128,20 @@ def test_a_second_training_leaves_the_active_adapter(tmp_path):
 # --- TRL's trainers -------------------------------------------------------------------
 
 
+TOKENS = ["[PAD]", "[UNK]", "</s>", *(f"w{i}" for i in range(3, VOCABULARY))]
+
+
 def words(number: int, n_words: int) -> str:
     """Make a text of words of the tokenizer, another one for each number."""
     places = range(7 * number, 7 * number + n_words)
     return " ".join(f"w{3 + place % 50}" for place in places)
 
 
-def examples_of(kind: str, n: int) -> Dataset:
-    """Make completions of three words for "SFT", or preferences for "Reward"."""
-    rows = []
-    for i in range(n):
-        if kind == "SFT":
-            row = {"prompt": words(i, 3), "completion": " " + words(i + 9, 1 + i % 3)}
-        else:
-            row = {"chosen": words(i, 3 + i % 2), "rejected": words(i + 9, 4)}
-        rows.append(row)
-    return Dataset.from_list(rows)
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Make a tokenizer to whom each word is a token."""
-    tokens = ["<pad>", "?", "</s>", *(f"w{i}" for i in range(3, VOCABULARY))]
-    ids = {word: i for i, word in enumerate(tokens)}
-    made = Tokenizer(models.WordLevel(ids, unk_token="?"))
-    made.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="</s>"
-    )
+def example(kind: str, i: int) -> dict[str, str]:
+    """Make a completion of up to three words for "SFT", or a preference."""
+    if kind == "SFT":
+        return {"prompt": words(i, 3), "completion": " " + words(i + 9, 1 + i % 3)}
+    return {"chosen": words(i, 3 + i % 2), "rejected": words(i + 9, 4)}
 
 
 @pytest.fixture
@@ -176,9 +161,7 @@ def trl_trainer(trl: Any, folder: Path, kind: str) -> Any:
         base = LlamaForSequenceClassification(base.config)
         task = "SEQ_CLS"
     lora = LoraConfig(task_type=task, r=2, target_modules=["q_proj", "v_proj"])
-    config_class = getattr(trl, f"{kind}Config")
-    trainer_class = getattr(trl, f"{kind}Trainer")
-    config = config_class(
+    config = getattr(trl, f"{kind}Config")(
         str(folder),
         max_steps=5,
         per_device_train_batch_size=4,
@@ -188,12 +171,13 @@ def trl_trainer(trl: Any, folder: Path, kind: str) -> Any:
         disable_tqdm=True,
         save_strategy="no",
     )
-    return trainer_class(
+    examples = Dataset.from_list([example(kind, i) for i in range(12)])
+    return getattr(trl, f"{kind}Trainer")(
         get_peft_model(base, lora),
         config,
-        train_dataset=examples_of(kind, 12),
-        eval_dataset=examples_of(kind, 4),
-        processing_class=tokenizer(),
+        train_dataset=examples,
+        eval_dataset=examples,
+        processing_class=tokenizer(TOKENS, eos_token="</s>"),
     )
 
 

@@ -5,7 +5,6 @@ import re
 import warnings
 import weakref
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.distributions import MultivariateNormal
 from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
-from laplace_lora_ext import GridSearch, LaplaceMixture, TuningHistory
+from laplace_lora_ext import GridSearch, TuningHistory
 from laplace_lora_ext.tuning import gridsearch
 from laplace_lora_ext.tuning.gridsearch import (
     A_NAT,
@@ -35,7 +34,6 @@ from tests.support.posteriors import (
     fitted,
     generator,
     normal,
-    overconfident,
     plain_regression,
     validation_loss,
 )
@@ -64,15 +62,8 @@ def loss(la: Any, batches: list[Batch]) -> float:
 # --- against brute force --------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("link", "posterior"),
-    [
-        ("probit", {"dtype": torch.float32, "tail": False}),
-        ("mc", {"structure": "full"}),
-    ],
-)
-def test_the_loss_is_that_of_every_pair(link, posterior, monkeypatch):
-    la = fitted(**posterior)
+def test_the_loss_is_that_of_every_pair(monkeypatch):
+    la = fitted(structure="full")
     # As draws are of all texts together, these are one batch.
     batches = ragged_batches(seed=7, batch_size=8)
     found = []
@@ -83,7 +74,7 @@ def test_the_loss_is_that_of_every_pair(link, posterior, monkeypatch):
 
     monkeypatch.setattr(gridsearch, "expected_choice", note)
     torch.manual_seed(1)  # on whose state nothing depends
-    options = {"link_approx": link, "n_samples": 30}
+    options = {"link_approx": "mc", "n_samples": 30}
     history = GridSearch(val_loader=batches, **options, **GRID)(la)
     assert len(history.trials) == len(POINTS) + 1
     for trial, sums in zip(history.trials, found[0], strict=True):
@@ -162,7 +153,6 @@ def test_a_matrix_that_is_no_covariance_is_the_worst(validation, monkeypatch):
         ([3.0, 2.0, 1.0], r"last, 1e\+04"),
         # All that rounding tells apart.
         ([3.0, 1 - 1e-9, 1.0], "last"),
-        ([torch.inf, 2.0, 2.0, 1.0], "last"),
         ([1.0, 2.0, 3.0], "first, 0.0001"),
         # Of two that are as good, the first is taken.
         ([1.0, 2.0, 1.0], "first"),
@@ -198,15 +188,8 @@ def underconfident(**keywords: Any):
 
 # Where the scale tells all, the best prior is the last.
 @pytest.mark.filterwarnings("ignore:The best prior precision of the grid")
-# One whose statistics serve every prior, and one whose don't.
-@pytest.mark.parametrize(
-    ("make_task", "structure"),
-    [(overconfident, "lowrank_kron"), (underconfident, "diag")],
-)
-def test_the_pair_is_no_worse_than_the_temperature_alone_but_for_a_nat(
-    make_task, structure
-):
-    la, texts = make_task(structure=structure)
+def test_the_pair_is_no_worse_than_the_temperature_alone_but_for_a_nat():
+    la, texts = underconfident(structure="diag")
     # Of an earlier search, say.
     la.logit_scale = 2.5
     priors_alone = GridSearch(val_loader=texts, **PRIORS_ALONE)(la)
@@ -229,14 +212,13 @@ def test_the_pair_is_no_worse_than_the_temperature_alone_but_for_a_nat(
     # It is the loss of what is chosen, and the last that of the temperature alone.
     assert loss(la, texts) == pytest.approx(lowest, rel=1e-4)
     assert history.trials[-1].objective == pytest.approx(of_temperatures, rel=1e-4)
-    if make_task is underconfident:
-        # It is made surer, which no prior could do.
-        assert lowest < priors_alone.chosen.objective - 0.05
-        # The penalty decides: of the losses alone, the largest scale would.
-        assert 1.5 < la.logit_scale < 6
-        # It is no part of the loss.
-        penalty = penalty_of(la.logit_scale, len(y))
-        assert history.loss == pytest.approx(lowest - penalty)
+    # It is made surer, which no prior could do.
+    assert lowest < priors_alone.chosen.objective - 0.05
+    # The penalty decides: of the losses alone, the largest scale would.
+    assert 1.5 < la.logit_scale < 6
+    # It is no part of the loss.
+    penalty = penalty_of(la.logit_scale, len(y))
+    assert history.loss == pytest.approx(lowest - penalty)
 
 
 # Below 1, above it, and where there is nothing to choose between them.
@@ -323,24 +305,6 @@ def test_each_prior_has_the_noise_that_is_best_for_it(structure, n_outputs):
     # The mean negative log-density of normals at the variance of their own residuals.
     expected = n_outputs * (math.log(2 * math.pi * variance) + 1) / 2
     assert last.objective == pytest.approx(expected, rel=1e-5)
-
-
-def test_a_mixture_keeps_the_noise_of_its_members():
-    la, X = plain_regression()
-    other = copy(la)
-    other.sigma_noise = 0.7
-    batches = numbers(la, X, scale=0.3)
-    mixture = LaplaceMixture([la, other])
-    history = GridSearch(val_loader=batches, **GRID)(mixture)
-    noises = [member.sigma_noise.item() for member in mixture.members]
-    assert noises == pytest.approx([SIGMA_NOISE, 0.7])
-    assert history.sigma_noise is None
-    assert len(history.trials) == GRID["grid_size"]
-    for trial in history.trials:
-        mixture.prior_precision = trial.prior_precision
-        # By the law of total variance, as the mixture predicts.
-        expected = loss_of(mixture, batches, math.sqrt((SIGMA_NOISE**2 + 0.7**2) / 2))
-        assert trial.objective == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,15 @@ from laplace_lora_ext import Agreement, GridSearch, ValGD
 from laplace_lora_ext.predictive.posterior import Members
 from tests.support.matrices import plain
 from tests.support.models import pairs
-from tests.support.posteriors import count_forward_passes, make, validation_loss
+from tests.support.posteriors import (
+    PRIORS_ALONE,
+    count_forward_passes,
+    make,
+    validation_loss,
+)
 from tests.tuning.test_agreement import change
 
-GRID = {
-    "log_prior_prec_min": -2,
-    "log_prior_prec_max": 2,
-    "grid_size": 5,
-    "optimize_scale": False,
-}
-
-
+GRID = PRIORS_ALONE | {"grid_size": 5}
 # The grid's numbers.
 POWERS_OF_TEN = (0.01, 0.1, 1.0, 10.0, 100.0)
 
@@ -160,6 +158,3 @@ def test_draws_of_each_kind_change_predictions_alike(la):
     # As much as is allowed, unless told otherwise.
     assert by_both == pytest.approx(0.1, rel=0.1)
     assert by_both > by_lora
-
-
-# --- trainings ------------------------------------------------------------------------
