@@ -58,8 +58,7 @@ def test_names_in_another_order_are_no_better_than_guessing(options, refusal):
 def test_held_out_labels_in_another_order_are_refused(options, refusal, tmp_path):
     held_out = write_rows(tmp_path / "held_out.jsonl", 20, n_wrong=20)
     message = refusal("calibrate", validation=held_out, **options)
-    assert "right on 0% of these texts" in message
-    assert "100% if its outputs were air, plant. Are --class_names in the" in message
+    assert "100% if its outputs were air, plant" in message
 
 
 def test_an_order_of_names_that_is_wrong_in_part_is_told():
@@ -193,10 +192,6 @@ def test_a_queue_has_the_most_doubtful_first_and_says_what_is_proven(
     assert "Nothing is proven" in printed
 
 
-def test_a_student_needs_an_epoch(options, refusal):
-    assert "--epochs 0" in refusal("distill", epochs=0, **options)
-
-
 def test_a_students_training_is_as_asked_for_and_in_a_new_folder(
     calibrated, refusal, tmp_path, monkeypatch
 ):
@@ -210,6 +205,8 @@ def test_a_students_training_is_as_asked_for_and_in_a_new_folder(
     message = refusal("distill", output=tmp_path / "new", **asked, **options)
     assert "(2.0, 0.5, 7)" in message
     assert "exists" in refusal("distill", output=tmp_path, **options)
+    options["output"] = tmp_path / "another"
+    assert "--epochs 0" in refusal("distill", epochs=0, **options)
 
 
 def test_others_open_a_student_by_its_folder_alone(calibrated, tmp_path, capsys):

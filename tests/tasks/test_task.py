@@ -1,6 +1,7 @@
 """Seeds against Fishers' formulas, losses and targets."""
 
 import warnings
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -75,17 +76,6 @@ def test_sampled_slopes_of_tokens_are_unbiased():
     assert (columns.sum(0) / n_draws**0.5).abs().max() < 0.02
 
 
-class OnePattern(Draws):
-    """Draws signs that it is given, the same for all rows and sums."""
-
-    pattern: tuple[float, ...] = ()
-
-    def signs(self, n_draws: int, *shape: int) -> Tensor:
-        pattern = torch.tensor(self.pattern, dtype=torch.float64)
-        assert pattern.shape == shape
-        return pattern.expand(n_draws, len(self.examples), -1)
-
-
 FOUR_LOGITS = torch.tensor(
     [
         [1.0, 0.0, -0.5, 0.5],
@@ -99,12 +89,17 @@ FOUR_LOGITS = torch.tensor(
 )
 
 
+def alike(pattern: tuple[float, ...], n_draws: int, n_columns: int) -> Tensor:
+    """Give the same signs to all rows and sums."""
+    signs = torch.tensor(pattern).to(FOUR_LOGITS)
+    return signs.expand(n_draws, len(FOUR_LOGITS), n_columns)
+
+
 def fishers_by_signs(likelihood: str, n_sums: int) -> list[Tensor]:
     """Compute Fishers `(N, C, C)` by each pattern of signs."""
     fishers = []
     for pattern in product([-1.0, 1.0], repeat=4):
-        draws = OnePattern(0, torch.arange(4))
-        object.__setattr__(draws, "pattern", pattern)
+        draws: Any = SimpleNamespace(signs=partial(alike, pattern))
         seeds = TASKS[likelihood].sign_seeds(FOUR_LOGITS, n_sums, draws)
         # Nothing underflows in half precision.
         largest = seeds.vectors.abs().amax((1, 2))

@@ -35,9 +35,9 @@ def change(la: Any, batches: Iterable[Any], n_samples: int = 20_000) -> float:
     return torch.cat(distances).mean().item()
 
 
-@pytest.mark.parametrize("max_change", [0.05, 0.2])
-def test_draws_change_the_predictions_by_as_much_as_is_allowed(max_change):
+def test_draws_change_the_predictions_by_as_much_as_is_allowed():
     la = fitted()
+    max_change = 0.05
     # Which can be read once.
     unlabelled = (without_labels(batch) for batch in ragged_batches())
     history = la.optimize_prior_precision(

@@ -22,35 +22,18 @@ N = 11
 
 
 class Training:
-    """Returns a model, and remembers what it was to train on."""
+    """Returns another model, and remembers what it was to train on."""
 
-    def __init__(self, model: nn.Module | None = None) -> None:
-        if model is None:
-            model = another_training()
-        self.model = model
-        self.seen: Any = None
+    seen: Any = None
 
     def __call__(self, examples: Any) -> nn.Module:
         self.seen = examples
-        return self.model
+        return another_training()
 
 
-def loader(examples: Any = None) -> DataLoader:
-    if examples is None:
-        examples = Texts(N)
-    return DataLoader(examples, batch_size=2)
-
-
-def loader_of(places: Sequence[int]) -> DataLoader:
-    """Load the texts at some places of all."""
-    texts = Subset(Texts(N), places)
-    return loader(texts)
-
-
-def held_out_of(examples: Subset) -> list[int]:
-    """Find the places of the texts that a training was not given."""
-    seen = set(examples.indices)
-    return [place for place in range(N) if place not in seen]
+def loader(places: Sequence[int] = range(N)) -> DataLoader:
+    """Load the texts at some places."""
+    return DataLoader(Subset(Texts(N), places), batch_size=2)
 
 
 def test_it_takes_over_what_the_held_out_examples_choose():
@@ -67,15 +50,15 @@ def test_it_takes_over_what_the_held_out_examples_choose():
         generator=generator(3),
         **start,
     )
-    held_out = held_out_of(train.seen)
-    # Others than without a generator.
     examples = Examples.of_loader(loader())
     division, _ = examples.divided(la, 0.3, generator(3))
-    assert held_out == division.places != examples.divided(la, 0.3, None)[0].places
+    assert train.seen.indices == division.rest.indices
+    # Others than without a generator.
+    assert division.places != examples.divided(la, 0.3, None)[0].places
 
-    other = fitted(model=another_training(), batches=loader_of(train.seen.indices))
+    other = fitted(model=another_training(), batches=loader(train.seen.indices))
     # By the default link.
-    expected = GridSearch(val_loader=loader_of(held_out), **start)(other)
+    expected = GridSearch(val_loader=loader(division.places), **start)(other)
     assert torch.equal(la.prior_precision.double(), other.prior_precision.double())
     assert_close(history.objective, expected.objective)
     (posterior,) = history.posteriors
