@@ -10,7 +10,7 @@ import torch
 from laplace_lora_ext import from_pretrained
 from laplace_lora_ext.saving import FILE
 from tests.support.models import CLASS_TOKEN_IDS, lora_model
-from tests.support.posteriors import fitted, make, some_precision
+from tests.support.posteriors import fitted, make, priors_of_blocks
 
 
 def assert_same_posterior(read, la) -> None:
@@ -21,7 +21,7 @@ def assert_same_posterior(read, la) -> None:
 def test_answers_and_settings_survive(tmp_path):
     options = {"stochastic": True, "num_samples": 2}
     la = fitted("gpt2", backend_kwargs=options, rank=np.int64(2), temperature=0.5)
-    la.prior_precision = some_precision(la, "layerwise")
+    la.prior_precision = priors_of_blocks(la)
     la.n_contrasts = 2
     # In a folder that is made.
     la.save_pretrained(tmp_path / "new")

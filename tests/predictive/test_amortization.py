@@ -32,7 +32,7 @@ from tests.support.posteriors import (
     generator,
     make,
     plain_regression,
-    some_precision,
+    priors_of_blocks,
 )
 from tests.support.snapshots import Snapshot, half_trained
 from tests.support.texts import fitted_text
@@ -208,7 +208,7 @@ def test_it_belongs_to_a_fit_and_a_prior(amortized, batch):
     hyperparameters = amortized.hyperparameters
     for name, value in [
         ("prior_precision", 2.0),
-        ("prior_precision", some_precision(amortized, "layerwise")),
+        ("prior_precision", priors_of_blocks(amortized)),
         ("temperature", 2.0),
     ]:
         setattr(amortized, name, value)

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from tests.support.dense import labels_of, predicted
 from tests.support.models import first_batch, ragged_batches, without_labels
-from tests.support.posteriors import fitted, some_precision
+from tests.support.posteriors import fitted, priors_of_blocks
 
 # Of two batches, and not in their order.
 SOME_TEXTS = torch.tensor([6, 1])
@@ -25,22 +25,22 @@ def statistics_of(la: Any, batches: Sequence[Any]):
 
 # Tail alone, rank and tail, rank alone, full rank.
 @pytest.mark.parametrize(
-    ("kind", "rank", "tail", "prior"),
+    ("kind", "rank", "tail", "n_priors"),
     [
-        ("bert", 0, True, "layerwise"),
-        ("gpt2", 3, True, "scalar"),
-        ("bert", 3, False, "layerwise"),
-        ("bert", 100, False, "scalar"),
+        ("bert", 0, True, None),
+        ("gpt2", 3, True, 1),
+        ("bert", 3, False, None),
+        ("bert", 100, False, 1),
     ],
 )
 def test_moments_are_those_of_predictions_under_any_prior(
-    kind, rank, tail, prior, monkeypatch
+    kind, rank, tail, n_priors, monkeypatch
 ):
     la = fitted(kind, rank=rank, tail=tail, temperature=0.7)
     batches = ragged_batches(seed=5)
     statistics = statistics_of(la, batches)
     by_default = la.predictive_statistics(batches)
-    la.prior_precision = precision = some_precision(la, prior)
+    la.prior_precision = precision = priors_of_blocks(la)[:n_priors]
     expected = predicted(la, batches)
     moments = statistics.moments(precision)
     assert_close(tuple(moments), tuple(expected), rtol=1e-9, atol=1e-9)
@@ -87,7 +87,7 @@ def test_an_infinite_prior_precision_leaves_layers_out():
 def test_moments_have_gradients_of_the_prior_precision():
     la = fitted()
     statistics = statistics_of(la, [first_batch()])
-    precision = some_precision(la, "layerwise").requires_grad_()
+    precision = priors_of_blocks(la).requires_grad_()
     assert torch.autograd.gradcheck(
         lambda precision: statistics.moments(precision).f_var, (precision,)
     )

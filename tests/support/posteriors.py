@@ -15,7 +15,6 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 from tests.support.models import (
     RAGGED,
     Batch,
-    generator,
     head_of,
     laplace_keywords,
     lora_model,
@@ -23,6 +22,9 @@ from tests.support.models import (
     plain_model,
     ragged_batches,
 )
+
+# Where many tests look for it.
+from tests.support.models import generator as generator
 
 HOSTS_STRUCTURES = ["kron", "diag", "full"]
 STRUCTURES = ["lowrank_kron", *HOSTS_STRUCTURES]
@@ -122,14 +124,6 @@ def another_training(kind: str = "bert") -> nn.Module:
         if "lora_B" in name:
             weight.data += 0.2 * normal(*weight.shape)
     return model
-
-
-def some_precision(la, prior: str) -> Tensor:
-    """Draw `(1,)` or `(blocks,)` prior precisions."""
-    size = 1 if prior == "scalar" else len(la.blocks)
-    drawn = torch.rand(size, generator=generator(3))
-    # Not so near 0 that rounding decides.
-    return drawn.to(la.mean.dtype) + 0.1
 
 
 def priors_of_blocks(la) -> Tensor:
