@@ -1,13 +1,12 @@
 """Kronecker factors: streaming updates against optimal and dense ones."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext.curvature.kron import KroneckerBlock, StreamingUpdates
+from tests.support.posteriors import normal
 
 
 def decaying_rows(
@@ -17,15 +16,10 @@ def decaying_rows(
 
     Rows of activations and gradients have eigenvalues that decay like this.
     """
-    normal = partial(
-        torch.randn, dtype=dtype, generator=torch.Generator().manual_seed(0)
-    )
     basis = torch.linalg.qr(normal(d, d)).Q
     # From 1, so that the first has a deviation at all.
-    number = torch.arange(d, dtype=dtype) + 1
-    deviations = number**-power
-    rows = normal(n, d) * deviations
-    return rows @ basis
+    deviations = (torch.arange(d) + 1.0) ** -power
+    return (normal(n, d, seed=1) * deviations @ basis).to(dtype)
 
 
 def summed(

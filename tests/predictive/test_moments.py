@@ -1,6 +1,7 @@
 """Gaussian logits: of many classes some are compared, and others guessed."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,13 @@ from laplace_lora_ext.predictive.moments import (
     gaussian_samples,
     square_root,
 )
-from tests.support.models import first_batch, lora_model, ragged_batches, without_labels
+from tests.support.models import (
+    first_batch,
+    head_of,
+    lora_model,
+    ragged_batches,
+    without_labels,
+)
 from tests.support.posteriors import fitted, generator, normal, priors_of_blocks
 
 # More than the nine that are ever compared, so that some are guessed.
@@ -27,16 +34,14 @@ N_CLASSES = 14
 ALL_CONTRASTS = N_CLASSES - 1
 
 
-def with_classes(n_classes: int = N_CLASSES, sure: float = 80.0, **keywords: Any):
-    """Fit a posterior of many classes; the head makes it `sure` of some texts."""
-    model = lora_model("bert", n_labels=n_classes)
-    head = model.base_model.classifier.modules_to_save["default"]
-    head.weight.data.mul_(sure)
-    return fitted(model=model, batches=batches_of(n_classes), **keywords)
+batches_of = partial(ragged_batches, n_classes=N_CLASSES)
 
 
-def batches_of(n_classes: int = N_CLASSES, **keywords: Any) -> list[dict[str, Tensor]]:
-    return ragged_batches(n_classes=n_classes, **keywords)
+def with_classes(**keywords: Any):
+    """Fit a posterior of many classes; the head makes it sure of some texts."""
+    model = lora_model("bert", n_labels=N_CLASSES)
+    head_of(model).weight.data.mul_(80)
+    return fitted(model=model, batches=batches_of(), **keywords)
 
 
 @pytest.fixture

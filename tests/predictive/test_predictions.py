@@ -56,10 +56,9 @@ def review(p: Tensor, *args: Any, **options: Any) -> Review:
     return Prediction.of_draws(p, p[None]).review(*args, **options)
 
 
-def some_probabilities(n_texts: int = 9, n_classes: int = 3) -> Tensor:
-    """Draw probabilities of all degrees of sureness."""
-    logits = torch.randn(n_texts, n_classes, generator=generator()) * 3
-    return logits.softmax(-1)
+def some_probabilities() -> Tensor:
+    """Draw probabilities of three classes, of all degrees of sureness."""
+    return (3 * normal(9, 3)).float().softmax(-1)
 
 
 @pytest.mark.parametrize("accuracy", [0.5, 0.8, 0.9, 0.95, 1.0])
