@@ -7,7 +7,7 @@ import torch
 from peft import PeftModel
 
 import laplace_lora_ext  # noqa: F401 - registers the classes that laplace.Laplace is asked for
-from tests.support.models import lora_model, plain_model
+from tests.support.models import Batch, first_batch, lora_model, plain_model
 from tests.support.posteriors import OURS_AND_A_HOSTS, make
 
 # The models are so small that a second thread only waits for the first.
@@ -23,6 +23,12 @@ def pytest_collection_finish() -> None:
 def la(request: pytest.FixtureRequest):
     """An unfitted posterior of a plain module for `pairs`, of two structures."""
     return make(plain_model(), request.param)
+
+
+@pytest.fixture
+def batch() -> Batch:
+    """The first of the batches that posteriors are fitted to."""
+    return first_batch()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext import LaplaceMixture, Moments, from_pretrained
-from tests.support.models import first_batch, ragged_batches, without_labels
+from tests.support.models import ragged_batches
 from tests.support.posteriors import another_training, fitted, generator
 
 SCALE = 2.5
@@ -22,13 +22,6 @@ Batch = dict[str, Tensor]
 def la():
     """A fitted posterior, whose scale is 1 as it is at first."""
     return fitted()
-
-
-@pytest.fixture
-def batch() -> Batch:
-    """Texts to predict, the first that posteriors are fitted to."""
-    batch = first_batch()
-    return without_labels(batch)
 
 
 def scaled(moments: Moments) -> Moments:

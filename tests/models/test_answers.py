@@ -30,10 +30,6 @@ from tests.support.texts import encoder_decoder
 assert_exact = partial(assert_close, rtol=1e-9, atol=1e-9)
 
 
-# Of the padding.
-sides = pytest.mark.parametrize("side", ["left", "right"])
-
-
 # --- models ---------------------------------------------------------------------------
 
 
@@ -65,11 +61,10 @@ def test_a_mask_may_be_of_any_dtype(of_answers, eight_texts, dtype):
     assert_exact(of_answers(eight_texts | {"attention_mask": mask}), expected)
 
 
-@sides
-def test_a_wrapper_of_batches_answers_where_it_counts_positions_itself(side):
+def test_a_wrapper_of_batches_answers_where_it_counts_positions_itself():
     # This family counts them from the first real token, without being told.
     model = lora_model("gpt_neox").eval()
-    (batch,) = ragged_batches(batch_size=8, padding_side=side)
+    (batch,) = ragged_batches(batch_size=8, padding_side="left")
     found = LogitsModel(OfBatches(model), CLASS_TOKEN_IDS)(batch)
     assert_exact(found, alone(model, batch))
 
@@ -177,7 +172,7 @@ def test_an_encoder_decoder_answers_after_what_the_batch_gives(eight_texts):
 MASK = 7
 
 
-@sides
+@pytest.mark.parametrize("side", ["left", "right"])
 def test_a_masked_language_model_answers_at_its_mask_token(side):
     model = built("BertForMaskedLM").double()
     (batch,) = ragged_batches((7, 4, 5, 3), batch_size=4, padding_side=side)

@@ -58,12 +58,6 @@ def in_a_pair(batch: Batch) -> tuple[Batch, Tensor]:
     return without(batch, "labels"), batch["labels"]
 
 
-@pytest.fixture
-def batch() -> Batch:
-    """The first of `ragged_batches`."""
-    return first_batch()
-
-
 # --- mappings, pairs, labels that are none, batches that are empty --------------------
 
 

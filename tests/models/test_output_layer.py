@@ -87,23 +87,14 @@ class Routed(TwoLinear):
 
     def __init__(self, routed: Any) -> None:
         super().__init__()
-        self.router = Router(routed)
+        self.router = nn.Linear(6, 3)
+        self.router.forward = lambda input: routed
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x).tanh()
         logits = self.second(hidden)
         self.router(hidden)
         return logits
-
-
-class Router(nn.Module):
-    def __init__(self, output: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(3, 6))
-        self.output = output
-
-    def forward(self, hidden: Tensor) -> Any:
-        return self.output
 
 
 # The last has the logits' shape, and is none of them.

@@ -17,6 +17,7 @@ from tests.support.models import (
     TwoLinear,
     base_model,
     first_batch,
+    head_of,
     lora_model,
     pairs,
     ragged_batches,
@@ -57,10 +58,6 @@ def dense_of(model: PeftModel) -> nn.Linear:
     return bert_of(model).encoder.layer[0].output.dense
 
 
-def head(model: PeftModel) -> nn.Linear:
-    return model.base_model.model.classifier.modules_to_save["default"]
-
-
 def only_values(structure: str = "lowrank_kron"):
     """Fit a posterior that leaves the queries' adapters out."""
     return fitted(structure=structure, target_modules=["value"])
@@ -73,7 +70,7 @@ PARTS = [
         r"value\.lora_B\.default\.weight have changed since the fit: fit again",
     ),
     (
-        lambda la: head(la.model.model).weight,
+        lambda la: head_of(la.model.model).weight,
         rf"classifier\.modules_to_save\.{DIFFERS}",
     ),
     (lambda la: dense_of(la.model.model).weight, rf"output\.dense\.{DIFFERS}"),

@@ -50,12 +50,6 @@ def amortized():
 
 
 @pytest.fixture
-def batch():
-    """The first of the batches that posteriors are fitted to."""
-    return ragged_batches()[0]
-
-
-@pytest.fixture
 def forbid_backward_passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """A function from whose call on a backward pass fails."""
 

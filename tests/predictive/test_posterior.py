@@ -2,23 +2,15 @@
 
 import pytest
 import torch
-from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext.predictive.links import shared_noise, softmax_samples
 from laplace_lora_ext.predictive.moments import gaussian_samples
 from tests.support.dense import curvature_of, jacobians
-from tests.support.models import first_batch
 from tests.support.posteriors import STRUCTURES, fitted, generator, plain_regression
 
 SEED = 5
 """Of the function that the tests are about."""
-
-
-@pytest.fixture
-def batch() -> dict[str, Tensor]:
-    """The first of the batches that posteriors are fitted to."""
-    return first_batch()
 
 
 # --- moments --------------------------------------------------------------------------
