@@ -71,15 +71,17 @@ def predicted(members: Members, texts: Iterable[Any]) -> Tensor:
 
 def save_tiny(name: str, padding_side: str, folder: Path) -> Path:
     """Save a small model of two layers, and its tokenizer."""
+    tokens = ["[PAD]", "[UNK]", *WORDS.split()]
     model = built(
         name,
+        vocab_size=len(tokens),
         num_hidden_layers=2,
         num_labels=2,
         max_position_embeddings=310,
         initializer_range=0.3,  # at which texts differ
     )
     model.save_pretrained(folder)
-    words = tokenizer(["[PAD]", "[UNK]", *WORDS.split()], padding_side=padding_side)
+    words = tokenizer(tokens, padding_side=padding_side, eos_token="[PAD]")
     words.save_pretrained(folder)
     return folder
 

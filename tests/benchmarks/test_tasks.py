@@ -272,11 +272,6 @@ def test_typos_are_within_the_longer_words():
         assert len(word) >= 4 or typed == word
 
 
-def test_what_no_hub_has_says_what_to_give():
-    with pytest.raises(SystemExit, match="give --data FOLDER"):
-        read_task("travel", "")
-
-
 # --- multiple choice ------------------------------------------------------------------
 
 
