@@ -61,17 +61,13 @@ def test_merged_weights_are_the_mode_of_the_product(structure):
     assert_close(merged, dense_mode(posteriors), rtol=1e-8, atol=1e-9)
 
 
-# As far as the precisions themselves are rounded; weights in half have eight bits.
-@pytest.mark.parametrize(
-    ("dtype", "rtol", "atol"),
-    [(torch.float32, 1e-3, 1e-4), (torch.bfloat16, 2**-6, 0.01)],
-)
-def test_other_precisions_converge(dtype, rtol, atol):
+def test_single_precision_converges():
     posteriors = two_posteriors()
     for la in posteriors:
-        la.model.to(dtype)
+        la.model.float()
     expected = dense_mode(two_posteriors()).float()
-    assert_close(merged_weights(posteriors), expected, rtol=rtol, atol=atol)
+    # As far as the precisions themselves are rounded.
+    assert_close(merged_weights(posteriors), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_two_adapters_of_one_model_are_merged_with_their_heads():

@@ -130,21 +130,14 @@ def test_a_file_serves_the_model_in_another_precision(tmp_path):
     assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-# A move, the precision that it starts from, and how near learnt variances stay.
-MOVES = [
-    (nn.Module.double, torch.float32, 1e-4),
-    # Which rounds the hidden states that they are learnt from.
-    (nn.Module.bfloat16, torch.float32, 0.05),
-    (nn.Module.float, torch.float64, 1e-4),
-]
-
-
-@pytest.mark.parametrize(("move", "dtype", "near"), MOVES)
-def test_statistics_and_learnt_variances_serve_the_same_fit_after_a_move(
-    move, dtype, near
-):
+# Moves, and how near learnt variances stay: half precision rounds the hidden states
+# that they are learnt from.
+@pytest.mark.parametrize(
+    ("move", "near"), [(nn.Module.double, 1e-4), (nn.Module.bfloat16, 0.05)]
+)
+def test_statistics_and_learnt_variances_serve_the_same_fit_after_a_move(move, near):
     (batch,) = ragged_batches(batch_size=8)
-    model = lora_model("bert", dtype)
+    model = single_precision()
     la = fitted(model=model, batches=[batch], temperature=0.3)
     la.prior_precision = 1 / 3
     statistics = la.predictive_statistics([batch], dtype=torch.float64)

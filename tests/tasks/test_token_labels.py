@@ -68,28 +68,23 @@ def test_signs_are_drawn_by_default_and_take_two_passes():
     assert seeds.vectors.shape == (2, 5, N_CLASSES)
 
 
-def test_predictions_are_of_every_token_but_padding():
+def test_a_prediction_has_numbers_of_every_token_but_padding_at_one_width():
     la = fitted()
-    batch = first_batch()
-    mask = is_real(batch)
-    p = la(batch)
+    first, second, _ = batches()
+    mask = is_real(first)
+    prediction = predicted(la, first)
+    p = prediction.probabilities
     assert p.shape == (*mask.shape, N_CLASSES)
     assert p[~mask].isnan().all()
     sums = p[mask].sum(-1)
     assert_close(sums, torch.ones_like(sums), **EXACT)
     # Which tokens are labelled is nothing that a prediction may depend on.
-    assert_close(la(without_labels(batch)), p, **EXACT_OR_NAN)
-
-
-def test_a_prediction_of_a_loader_has_entropies_of_each_token_at_one_width():
-    la = fitted()
-    first, second, _ = batches()
-    mask = is_real(first)
-    prediction = predicted(la, first)
+    unlabelled = without_labels(first)
+    assert_close(la(unlabelled, link_approx="mean_field"), p, **EXACT_OR_NAN)
     # All but the probabilities have a number a token.
     _, *by_token = prediction
     assert all(column.shape == mask.shape for column in by_token)
-    most_probable = prediction.probabilities.argmax(-1)
+    most_probable = p.argmax(-1)
     assert torch.equal(prediction.labels, most_probable.where(mask, IGNORED))
     information = prediction.epistemic_entropy
     assert (information[mask] > 0).all()
@@ -100,7 +95,7 @@ def test_a_prediction_of_a_loader_has_entropies_of_each_token_at_one_width():
     found = predicted(la, [narrow, first])
     assert found.labels.shape == (4, 7)
     assert (found.labels[0, 5:] == IGNORED).all()
-    assert_close(found.probabilities[1:], prediction.probabilities, **EXACT_OR_NAN)
+    assert_close(found.probabilities[1:], p, **EXACT_OR_NAN)
 
 
 # --- predictions at a cost of their own -----------------------------------------------

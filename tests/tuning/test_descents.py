@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from laplace_lora_ext import TuningHistory, ValGD
 from laplace_lora_ext.predictive.links import log_probabilities
 from tests.support.dense import curvature_of, evidence
-from tests.support.models import first_batch
+from tests.support.models import first_batch, ragged_batches
 from tests.support.posteriors import (
     STRUCTURES,
     fitted,
@@ -122,9 +122,9 @@ def test_steps_become_shorter_along_half_a_cosine(fitted_and_texts):
     ("link", "n_samples", "close"),
     [("probit", 1, 1e-6), ("mean_field", 1, 1e-6), ("mc", 100_000, 0.005)],
 )
-def test_the_history_is_the_loss_of_the_predictions(validation, link, n_samples, close):
+def test_the_history_is_the_loss_of_the_predictions(link, n_samples, close):
     la = fitted(prior_precision=0.03)
-    statistics = la.predictive_statistics(validation, dtype=torch.float64)
+    statistics = la.predictive_statistics(ragged_batches(), dtype=torch.float64)
     options = {"link_approx": link, "n_samples": n_samples}
     draws = generator(1)
     predicted = la(statistics.moments(0.03), generator=draws, **options)

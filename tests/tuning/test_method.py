@@ -89,8 +89,9 @@ def test_bad_arguments_leave_the_prior_precision_alone(arguments, message):
 # --- where a search starts ------------------------------------------------------------
 
 
-def test_nothing_is_said_or_shown_but_what_is_asked_for(validation, capfd):
+def test_nothing_is_said_or_shown_but_what_is_asked_for(capfd):
     la = fitted()
+    validation = ragged_batches(seed=7)
     capfd.readouterr()  # of the fit
     statistics = la.predictive_statistics(validation)
     searches = [
