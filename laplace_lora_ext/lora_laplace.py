@@ -622,7 +622,9 @@ class LoRALaplace(Posterior, Predictor):
                 return task.class_logits(samples).softmax(-1).mean(0)
             if has_link and link_approx in LINKS:
                 if pred_type == "glm" and not (self._has_variance or is_given):
-                    logits = self.logit_scale * self._moments(x).f_mu
+                    self.check_model()
+                    with torch.no_grad():
+                        logits = self.logit_scale * self.model(x)
                     return task.class_logits(logits).softmax(-1)  # as all links have it
                 if diagonal_output and link_approx == "mc":
                     # "probit" has the variances of all logits, not of contrasts.

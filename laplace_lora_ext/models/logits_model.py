@@ -30,7 +30,6 @@ from laplace_lora_ext.models.running import (
     TURNS,
     State,
     Tree,
-    alone,
     as_tensor,
     cpu_as_default,
     evaluating,
@@ -278,7 +277,12 @@ class LogitsModel(nn.Module):
             return
         # The turn comes first: all that follows changes the model, also for other
         # threads.
-        with alone(), evaluating(self.tree, self.adapter), self._begun():
+        with (
+            TURNS.alone(),
+            cpu_as_default(),
+            evaluating(self.tree, self.adapter),
+            self._begun(),
+        ):
             yield
 
     def run_beside_others(self, compute: Callable[[], Result]) -> Result:
@@ -309,7 +313,7 @@ class LogitsModel(nn.Module):
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """Let the model evaluate, and note its state, for passes of several threads."""
-        with evaluating(self.tree, self.adapter):
+        with evaluating(self._tree, self.adapter):
             state = self._shared_state = State(self._tree.watched)
             try:
                 yield
@@ -348,8 +352,9 @@ class LogitsModel(nn.Module):
 
     def _inputs(self, batch: Any) -> Any:
         """Return a batch without labels on the model's device, a mapping as a dict."""
+        device = self.device
         if isinstance(batch, Tensor):
-            batch = batch.to(self.device)
+            batch = batch.to(device)
             if not (is_tokens(batch) and self._takes_only_keywords):
                 return batch
             batch = {"input_ids": batch}
@@ -358,7 +363,7 @@ class LogitsModel(nn.Module):
         if not isinstance(batch, Mapping):
             return batch
         inputs = {
-            key: value.to(self.device) if isinstance(value, Tensor) else value
+            key: value.to(device) if isinstance(value, Tensor) else value
             for key, value in batch.items()
             if key not in (self.dict_key_y, *_LABEL_KEYS)
         }

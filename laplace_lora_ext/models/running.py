@@ -124,14 +124,11 @@ def without_autocast(
     return wrapped
 
 
-@contextmanager
-def cpu_as_default() -> Iterator[None]:
+def cpu_as_default() -> AbstractContextManager[object]:
     """Make tensors without a device on the CPU, whatever `set_default_device` says."""
     if torch.get_default_device().type == "cpu":
-        yield  # a context would slow every call of torch for nothing
-    else:
-        with torch.device("cpu"):
-            yield
+        return nullcontext()  # a device's would slow every call of torch for nothing
+    return torch.device("cpu")
 
 
 def as_tensor(value: Any) -> Tensor:
@@ -219,16 +216,19 @@ class Tree:
         of_all = map(dict.values, self._children)
         return [type(self.model), *chain.from_iterable(of_all)]
 
-    def unready(self) -> list[nn.Module]:
-        """List the modules that are in training mode or compiled, in most calls none.
+    # Every call asks all modules, so in C: a loop would take as long as several
+    # operations of the model.
 
-        Every call walks through all modules, so in C: a loop would take as long as
-        several operations of the model.
-        """
-        training = map(dict.get, self._attributes, repeat("training"))
+    def in_training(self) -> list[nn.Module]:
+        """List the modules that are in training mode."""
+        flags = map(dict.get, self._attributes, repeat("training"))
+        return list(compress(self.modules, flags))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Tell whether any module is, by a wrapper or by its own `compile()`."""
         compiled = map(dict.get, self._attributes, repeat("_compiled_call_impl"))
-        is_unready = map(any, zip(training, compiled, strict=True))
-        return list(compress(self.modules, is_unready))
+        return self.is_wrapped or any(compiled)
 
     @property
     def is_constant(self) -> bool:
@@ -237,9 +237,7 @@ class Tree:
         if not is_known or self.leaves_state or self.is_resharded:
             return False
         moves = any(map(attrgetter("is_meta"), self.weights()))
-        # `module.compile()` needs no wrapper.
-        compiled = any(m._compiled_call_impl for m in self.unready())
-        return not (moves or compiled or self.is_wrapped)
+        return not (moves or self.is_compiled)
 
     def weights(self) -> Iterator[Tensor]:
         """Yield each parameter that is there now."""
@@ -263,10 +261,9 @@ def evaluating(tree: Tree, adapter: str | None) -> Iterator[None]:
         if adapter is not None
         and vars(module).get(_ACTIVE, adapter) not in (adapter, [adapter])
     ]
-    unready = tree.unready()
-    training = {module for module in unready if module.training}
+    training = set(tree.in_training())
     eagerly: AbstractContextManager[object] = nullcontext()
-    if tree.is_wrapped or any(module._compiled_call_impl for module in unready):
+    if tree.is_compiled:
         # Compiled modules run their original code, with hooks that are called.
         eagerly = torch.compiler.set_stance("force_eager")
     try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -27,6 +29,8 @@ from laplace_lora_ext.models.weights import (
 from laplace_lora_ext.processes.exchange import count, of_first, rank
 
 _SAMPLED = 32  # numbers of each weight that are compared: training moves all of them
+# What PEFT's layers are set to: lists and dictionaries that it changes in place.
+_SETTINGS = ("merged_adapters", "_disable_adapters", "scaling")
 _COMPARED = 16  # numbers of each weight that every call looks at: a line of the cache
 
 
@@ -189,16 +193,16 @@ class Standing:
 
     def __init__(self, model: LogitsModel, blocks: Sequence[Block]) -> None:
         self._model = model
-        self._adapter = blocks[0].adapter
         self._tree = model.tree
-        self._layers = [m for m in self._tree.adapted if isinstance(m, BaseTunerLayer)]
+        layers = [m for m in self._tree.adapted if isinstance(m, BaseTunerLayer)]
+        self._attributes = [vars(layer) for layer in layers]
         places = [place for _, *place in _other_weights(self._tree, blocks)]
         places += [[b.module._parameters, b.parameter] for b in blocks]
         self._holders, self._names = zip(*places, strict=True)
         self._weights = self._present()
         # Those of inference mode count no versions.
         self._counting = [each for each in self._weights if not each.is_inference()]
-        self._before = self._read()
+        self._before = deepcopy(self._read())
         # The numbers of a device are read as one tensor.
         views: defaultdict[Any, list[Tensor]] = defaultdict(list)
         for weight in self._weights:
@@ -222,17 +226,10 @@ class Standing:
         return list(map(dict.get, self._holders, self._names))
 
     def _read(self) -> list[Any]:
-        settings = [
-            (
-                layer.merged,
-                layer.disable_adapters,
-                getattr(layer, "scaling", {}).get(self._adapter),
-            )
-            for layer in self._layers
-        ]
+        settings = [map(dict.get, self._attributes, repeat(n)) for n in _SETTINGS]
         addresses = map(Tensor.data_ptr, self._weights)
         versions = map(attrgetter("_version"), self._counting)
-        return [*settings, *addresses, *versions]
+        return [*chain.from_iterable(settings), *addresses, *versions]
 
 
 def standing_of(model: LogitsModel, blocks: Sequence[Block]) -> Standing | None:

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from laplace_lora_ext.curvature.decomposed import Spectrum
 from laplace_lora_ext.curvature.kron import LinAlgError
-from laplace_lora_ext.models.running import as_tensor, cpu_as_default
+from laplace_lora_ext.models.running import as_tensor
 from laplace_lora_ext.passes.recorder import Directions
 from laplace_lora_ext.predictive.moments import (
     Contrasts,
@@ -144,7 +144,6 @@ class PredictiveStatistics(_Rows):
         targets = others.pop() if others else None
         return cls(f_mu, projections, inner_products, spectrum, scale, targets, classes)
 
-    @cpu_as_default()
     def moments(self, prior_precision: float | Tensor) -> Moments:
         """Compute mean and covariance of the logits under a prior precision.
 

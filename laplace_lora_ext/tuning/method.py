@@ -161,10 +161,9 @@ class TuningMethod:
 
     @torch.inference_mode(False)  # what is kept must not be inference tensors
     @torch.enable_grad()
-    @cpu_as_default()
     def choose(self, la: Members) -> TuningHistory:
         """Choose without setting anything: `la` stays as it is."""
-        with together():
+        with together(), cpu_as_default():
             # What a search tries, it sets on a copy.
             tried = copy(la)
             tried.prior_precision = 1.0
