@@ -169,6 +169,16 @@ def test_a_model_that_is_another_is_named_by_every_use(change, message, fits):
             la.fit(batches)
 
 
+def test_a_merged_adapter_is_refused_where_no_number_that_is_looked_at_has_moved():
+    model = lora_model("bert")
+    for layer in adapter_layers(model).values():
+        layer.lora_B["default"].weight.data[0] = 0
+    la = fitted(model=model)
+    model.merge_adapter()
+    with pytest.raises(RuntimeError, match="is merged"):
+        la(first_batch())
+
+
 def test_buffers_of_whole_numbers_are_compared():
     count = Weight("torch.int64", [1], torch.ones(1).double())
     assert count.equals(count)

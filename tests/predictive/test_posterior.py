@@ -73,6 +73,10 @@ def test_without_variance_a_prediction_is_one_forward_pass(link, batch):
     # A broader prior's variance is back at once.
     la.prior_precision = 1.0
     assert la.predictive_moments(batch).f_var.any()
+    la.prior_precision = 1e12
+    la.blocks[0].weight.data += 1
+    with pytest.raises(RuntimeError, match="have changed since the fit"):
+        la(batch, link_approx=link)
 
 
 # --- samples --------------------------------------------------------------------------
