@@ -294,3 +294,13 @@ def test_reentrant_checkpointing_in_a_models_own_code_is_refused(layers, structu
         la.fit(pairs())
     # Without adapted layers before or in it, it does no harm.
     make(with_lora(Checkpointing(), "after")).fit(pairs())
+
+
+def test_modules_that_are_compiled_in_place_run_eagerly():
+    model, batch = lora_model("bert"), first_batch()
+    graphs = []
+    model.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    fitted(model=model)(batch)
+    assert not graphs
+    model(**batch)
+    assert graphs
