@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import accelerate
 import peft
@@ -94,23 +93,11 @@ def merged() -> nn.Module:
     return model
 
 
-_NO_LORA = "No LoRA layer in the model"
-_BY_LORA = "peft.save_as_lora makes LoRA"
-_CONVERTIBLE = "refused; PEFT's `convert_to_lora` approximates it"
+def of_another_method(config: peft.PeftConfig) -> nn.Module:
+    return get_peft_model(TwoLinear(), config)
 
 
-def _other(
-    config: Callable[..., Any], refusal: str, outcome: str = "refused", **settings: Any
-) -> Kind:
-    """Describe a method of PEFT that is not LoRA."""
-
-    def model() -> nn.Module:
-        of_both = config(target_modules=["first", "second"], **settings)
-        return get_peft_model(TwoLinear(), of_both)
-
-    return Kind(model, outcome, refusal)
-
-
+_BOTH = ["first", "second"]
 ADAPTERS = {
     "LoRA": Kind(plain_model),
     "rsLoRA": Kind(partial(plain_model, use_rslora=True)),
@@ -136,11 +123,18 @@ ADAPTERS = {
     "LoRA of nn.MultiheadAttention": Kind(
         with_attention, "refused", r"nn\.MultiheadAttention.*attention\. Adapt other"
     ),
-    "VeRA": _other(peft.VeraConfig, rf"{_NO_LORA}.*VERA.*{_BY_LORA}", _CONVERTIBLE),
-    "LoHa": _other(peft.LoHaConfig, rf"{_NO_LORA}.*LOHA.*{_BY_LORA}", _CONVERTIBLE),
-    "LoKr": _other(peft.LoKrConfig, rf"{_NO_LORA}.*LOKR.*{_BY_LORA}", _CONVERTIBLE),
-    "IA3": _other(peft.IA3Config, rf"{_NO_LORA}.*IA3", feedforward_modules=[]),
-    "OFT": _other(peft.OFTConfig, rf"{_NO_LORA}.*OFT", oft_block_size=1, r=0),
+    "VeRA, LoHa, LoKr": Kind(
+        lambda: of_another_method(peft.VeraConfig(target_modules=_BOTH)),
+        "refused; PEFT's `convert_to_lora` approximates it",
+        r"No LoRA layer in the model.*VERA.*peft.save_as_lora makes LoRA",
+    ),
+    "IA3, OFT": Kind(
+        lambda: of_another_method(
+            peft.IA3Config(target_modules=_BOTH, feedforward_modules=[])
+        ),
+        "refused",
+        "No LoRA layer in the model.*IA3",
+    ),
 }
 
 # --- wrappers, around `lora_model("bert")` --------------------------------------------

@@ -5,14 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.support.dense import full_rank
-from tests.support.models import lora_model, one_by_one
+from tests.support.models import Batch, lora_model, one_by_one
 from tests.support.posteriors import GRID, generator, make
-from tests.support.ranks import assert_alike, failures, on_ranks, strided_loader
+from tests.support.ranks import assert_alike, dealt, failures, on_ranks, strided_loader
 from tests.support.tasks import TASKS
 
 
@@ -26,13 +24,11 @@ def fitted(loader: Any = None):
 # --- every task and every method ------------------------------------------------------
 
 
-def dealt(name: str, batch_size: int = 2) -> DataLoader:
-    """Load this rank's examples of a task, or all where there is one process."""
+def examples_of(name: str) -> list[Batch]:
+    """Take nine examples of a task."""
     # Two ranks can't share nine alike: one of them passes over an example that must not
     # count, in a batch by itself.
-    rows = (one_by_one(TASKS[name].data()) * 2)[:9]
-    sampler = DistributedSampler(rows, shuffle=False) if dist.is_initialized() else None
-    return DataLoader(rows, batch_size=batch_size, sampler=sampler)
+    return (one_by_one(TASKS[name].data()) * 2)[:9]
 
 
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -46,7 +42,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def outcomes(name: str, structure: str, batch_size: int) -> dict[str, Any]:
     """Fit a task, choose the prior by each method, and predict."""
-    loader = dealt(name, batch_size)
+    loader = dealt(examples_of(name), batch_size)
     settings = full_rank(structure) | dict(TASKS[name].keywords)
     la = make(TASKS[name].model(), structure, **settings)
     la.fit(loader)
@@ -70,7 +66,9 @@ def outcomes(name: str, structure: str, batch_size: int) -> dict[str, Any]:
         found["statistics"] = moments.f_mu, moments.f_var, statistics.targets
     if name != "rewards":
         found["learnt"] = la.amortize(loader, unlabelled=None).offset
-        found["prediction"] = tuple(la.predict(dealt(name), generator=generator()))
+        found["prediction"] = tuple(
+            la.predict(dealt(examples_of(name)), generator=generator())
+        )
     return found
 
 

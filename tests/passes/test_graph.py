@@ -103,11 +103,6 @@ def on_tokens(run: Forward) -> Forward:
 # Models that change their layout, share rows or mix examples.
 
 
-def both_ways(m: Two, x: Tensor) -> Tensor:
-    """Two calls of one layer, by example and with positions first."""
-    return both_layers(m, hidden(m, x).transpose(0, 1)).mean(0)
-
-
 def shared(n: int) -> Forward:
     """Send rows without a batch dimension through a layer, as DeBERTa does."""
 
@@ -193,7 +188,6 @@ CASES = {
     for run in (flat, positions_first, windows)
 } | {
     "inputs that are no texts": (windows, numbers(*SIZES)),
-    "two calls of a layer, two layouts": (both_ways, numbers((4, 4), (3, 3), (3, 5))),
     "texts, shared rows": (on_tokens(shared(3)), texts((3, 3), (2, 5), (1, 3))),
     "examples that count for others": (contrast, numbers((4, 3), (3, 3))),
     "no example alone": (needs_pairs, numbers((4, 3), (3, 3))),

@@ -93,14 +93,18 @@ class Texts(Dataset):
         return {key: value[0] for key, value in self.batches[index].items()}
 
 
-def strided_loader(n: int = 11, batch_size: int = 2) -> DataLoader:
-    """Load this rank's texts, or all where there is one process."""
-    texts = Texts(n)
+def dealt(examples: Any, batch_size: int = 2) -> DataLoader:
+    """Load this rank's examples, or all where there is one process."""
     sampler = None
     if dist.is_initialized():
         # In order, so that what ranks have together is what one process has.
-        sampler = DistributedSampler(texts, shuffle=False)
-    return DataLoader(texts, batch_size=batch_size, sampler=sampler)
+        sampler = DistributedSampler(examples, shuffle=False)
+    return DataLoader(examples, batch_size=batch_size, sampler=sampler)
+
+
+def strided_loader(n: int = 11) -> DataLoader:
+    """Load this rank's texts."""
+    return dealt(Texts(n))
 
 
 def launched(rank: int, world: int, port: int = 29516) -> None:
