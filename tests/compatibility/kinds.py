@@ -93,10 +93,6 @@ def merged() -> nn.Module:
     return model
 
 
-def of_another_method(config: peft.PeftConfig) -> nn.Module:
-    return get_peft_model(TwoLinear(), config)
-
-
 _BOTH = ["first", "second"]
 ADAPTERS = {
     "LoRA": Kind(plain_model),
@@ -124,13 +120,13 @@ ADAPTERS = {
         with_attention, "refused", r"nn\.MultiheadAttention.*attention\. Adapt other"
     ),
     "VeRA, LoHa, LoKr": Kind(
-        lambda: of_another_method(peft.VeraConfig(target_modules=_BOTH)),
+        lambda: get_peft_model(TwoLinear(), peft.VeraConfig(target_modules=_BOTH)),
         "refused; PEFT's `convert_to_lora` approximates it",
         r"No LoRA layer in the model.*VERA.*peft.save_as_lora makes LoRA",
     ),
     "IA3, OFT": Kind(
-        lambda: of_another_method(
-            peft.IA3Config(target_modules=_BOTH, feedforward_modules=[])
+        lambda: get_peft_model(
+            TwoLinear(), peft.IA3Config(target_modules=_BOTH, feedforward_modules=[])
         ),
         "refused",
         "No LoRA layer in the model.*IA3",

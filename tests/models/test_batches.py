@@ -128,7 +128,6 @@ RESTARTING = torch.tensor([0, 1, 2, 3, 0, 1, 2])
         ("seq_idx", torch.tensor([[0, 0, 0, 1, 1, 1, 2]])),
         ("cu_seq_lens_q", torch.tensor([0, 3, 7, 14, 21])),
     ],
-    ids=["of all rows", "of one row", "of images", "seq_idx", "cu_seq_lens_q"],
 )
 def test_several_texts_in_a_row_are_refused_by_what_shows_them(shows, numbers):
     model = adapted("gpt2")

@@ -1,6 +1,5 @@
 """Weights that FSDP2 has sharded or Accelerate has offloaded."""
 
-from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -56,23 +55,19 @@ def settings_of(model: nn.Module) -> dict[str, tuple]:
 # --- offloaded ------------------------------------------------------------------------
 
 
-def offload(model: nn.Module, where: str, folder: Path) -> None:
-    """Let Accelerate fetch weights for each layer's pass from somewhere else."""
-    cpu = torch.device("cpu")
-    if where == "disk":
-        accelerate.disk_offload(model, str(folder), execution_device=cpu)
-    else:
-        accelerate.cpu_offload(model, execution_device=cpu)
-    assert next(model.parameters()).is_meta
-
-
 @pytest.mark.parametrize(
     ("where", "structure"),
     [("disk", "lowrank_kron"), ("main memory", "diag"), ("main memory", "full")],
 )
 def test_offloaded_weights(tmp_path, where, structure):
     model = lora_model("bert")
-    offload(model, where, tmp_path)
+    cpu = torch.device("cpu")
+    # From where weights are fetched for each layer's pass.
+    if where == "disk":
+        accelerate.disk_offload(model, str(tmp_path), execution_device=cpu)
+    else:
+        accelerate.cpu_offload(model, execution_device=cpu)
+    assert next(model.parameters()).is_meta
     before = settings_of(model)
     la = build(model, structure)
     assert_close(facts(la), expected_facts(structure), **EXACT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,6 +26,7 @@ from tests.support.models import (
     without_labels,
 )
 from tests.support.posteriors import (
+    count_backward_passes,
     count_forward_passes,
     fitted,
     generator,
@@ -47,19 +47,6 @@ def amortized():
     la = fitted()
     la.amortize(ragged_batches())
     return la
-
-
-@pytest.fixture
-def forbid_backward_passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """A function from whose call on a backward pass fails."""
-
-    def fail(*_: Any, **__: Any) -> None:
-        pytest.fail("a backward pass")
-
-    def forbid() -> None:
-        monkeypatch.setattr(torch.autograd, "grad", fail)
-
-    return forbid
 
 
 # --- numbers --------------------------------------------------------------------------
@@ -92,14 +79,15 @@ def test_variances_that_fit_no_covariance_give_the_nearest_one():
 # --- their price ----------------------------------------------------------------------
 
 
-def test_a_prediction_is_one_forward_pass(amortized, batch, forbid_backward_passes):
+def test_a_prediction_is_one_forward_pass(amortized, batch, monkeypatch):
     la = amortized
-    forbid_backward_passes()
+    backward_passes = count_backward_passes(monkeypatch)
     passes = count_forward_passes(la)
     for link in LINKS:
         assert not la(batch, link_approx=link, **AMORTIZED).requires_grad
     la.predict(batch, **AMORTIZED)
     assert len(passes) == len(LINKS) + 1
+    assert not backward_passes
     moments = amortized_moments(la, batch)
     for predict in (partial(la, link_approx="mc"), la.predict):
         # With the same noise each time.
@@ -145,7 +133,7 @@ def inputs(n: int, seed: int, spread: float = 1.0) -> Tensor:
     return spread * (2 * uniform - 1)
 
 
-def test_many_outputs_learn_from_draws(forbid_backward_passes):
+def test_many_outputs_learn_from_draws(monkeypatch):
     n_outputs = 18  # more than are learnt from exact covariances
     la = make(with_lora(Exponential(n_outputs), "layer"), prior_precision=20.0)
     la.fit([(inputs(40, seed=1), torch.arange(40) % n_outputs)])
@@ -155,11 +143,12 @@ def test_many_outputs_learn_from_draws(forbid_backward_passes):
     exact = la(points, link_approx="mean_field")
     of_map = la.model(points).softmax(-1)
     unlabelled = [inputs(4, seed=seed) for seed in range(100)]
-    forbid_backward_passes()
+    backward_passes = count_backward_passes(monkeypatch)
     passes = count_forward_passes(la)
     learnt = la.amortize(unlabelled, None)
     # One at the weights and two at each of eight draws, whatever the number of classes.
     assert len(passes) == 17 * len(unlabelled)
+    assert not backward_passes
     assert torch.equal(la.amortize(unlabelled, None).weights, learnt.weights)
     # The noise of the draws, without which it is 0.83, is not the features' fault.
     assert learnt.r_squared > 0.95

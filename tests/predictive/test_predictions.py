@@ -183,11 +183,9 @@ def test_a_posterior_predicts_normal_targets():
     # As much lies below an interval as above.
     ends = prediction.quantile(0.1), prediction.quantile(0.9)
     assert_close(prediction.interval(0.8), ends)
-    # As batches, from moments, or as a data set gives them, one by one.
+    # As batches, or from moments.
     for data in ([X[:5], X[5:]], la.predictive_moments(X)):
         assert_close(tuple(la.predict(data)), tuple(prediction))
-    by_rows = la.predict(list(X), collate_fn=torch.stack, batch_size=5)
-    assert_close(tuple(by_rows), tuple(prediction))
     with pytest.raises(ValueError, match="numbers"):
         la.predict_proba(X)
 
