@@ -17,7 +17,6 @@ from tests.support.models import (
 from tests.support.posteriors import (
     another_training,
     fitted,
-    generator,
     make,
     plain_regression,
     priors_of_blocks,
@@ -28,17 +27,6 @@ from tests.support.posteriors import (
 @pytest.fixture
 def la():
     return fitted()
-
-
-def test_samples_have_the_posterior_covariance(la):
-    n_samples = 20_000
-    samples = la.sample(n_samples, generator())
-    covariance = torch.linalg.inv(la.posterior_precision.to_matrix())
-    error = (samples.T.cov() - covariance).norm() / covariance.norm()
-    # Each of so many numbers errs by its part of a root of the number of samples.
-    assert error < 2 * (la.n_params / n_samples) ** 0.5
-    # The standard error of each is at most 0.007, since the prior's deviation is 1.
-    assert_close(samples.mean(0), la.mean, rtol=0, atol=0.05)
 
 
 def test_log_prob_is_that_of_the_gaussian(la):

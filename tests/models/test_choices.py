@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.testing import assert_close
 from transformers import AutoTokenizer
 
@@ -42,12 +42,6 @@ IN_FLOAT32 = {"rtol": 1e-4, "atol": 1e-4}
 MOST_TOKENS = 3  # the longest answer's
 
 Batch = dict[str, Tensor]
-
-
-@pytest.fixture
-def with_answers(gpt2: nn.Module) -> LogitsModel:
-    """GPT-2, whose classes are `ANSWERS`."""
-    return LogitsModel(gpt2, ANSWERS)
 
 
 def with_choices(batch: Batch, side: str = "right") -> Batch:
@@ -135,23 +129,6 @@ def test_answers_and_choices_of_one_token_are_class_tokens(gpt2, eight_texts):
     assert_close(hidden_of_choices, hidden, **EXACT)
 
 
-# --- log-probabilities ----------------------------------------------------------------
-
-
-def test_log_probabilities_leave_room_for_all_that_begins_otherwise(
-    gpt2, with_answers, eight_texts
-):
-    log_p = with_answers.log_probs(eight_texts)
-    p_of_tokens = LogitsModel(gpt2, list(range(VOCABULARY)))(eight_texts).softmax(-1)
-    # All answers begin with one of two tokens.
-    others = 1 - p_of_tokens[:, [11, 23]].sum(-1)
-    assert_close(log_p[:, -1].exp(), others, **EXACT)
-    assert_close(log_p.exp().sum(-1), torch.ones(8).double(), **EXACT)
-    # Among the answers alone, it is the logits' distribution.
-    expected = with_answers(eight_texts).softmax(-1)
-    assert_close(log_p[:, :-1].softmax(-1), expected, **EXACT)
-
-
 # --- what is refused ------------------------------------------------------------------
 
 
@@ -173,7 +150,8 @@ def test_masks_that_make_no_sense_are_refused(gpt2):
             LogitsModel(gpt2)(batch | changed)
 
 
-def test_answers_and_choices_want_each_their_own_batches(gpt2, with_answers):
+def test_answers_and_choices_want_each_their_own_batches(gpt2):
+    with_answers = LogitsModel(gpt2, ANSWERS)
     choices, _ = batches_of_own_choices()
     batch = first_batch()
     with pytest.raises(ValueError, match=r"can't have .*score_mask"):
