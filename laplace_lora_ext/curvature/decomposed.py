@@ -119,7 +119,7 @@ class Power:
     def times(self, weights: Tensor) -> Tensor:
         """Multiply `(blocks, S, r, d)` weights."""
         leading, remainder = self._scaled(weights)
-        rotated = leading @ self.block.U.mT[:, None]
+        rotated = (leading.flatten(1, 2) @ self.block.U.mT).view_as(weights)
         if remainder is not None:
             rotated = rotated + remainder
         return self.block.Q[:, None] @ rotated
