@@ -14,10 +14,10 @@ from tests.support.ranks import assert_alike, dealt, failures, on_ranks, strided
 from tests.support.tasks import TASKS
 
 
-def fitted(loader: Any = None):
-    """Fit a posterior to the texts of this rank, or to all of one process."""
+def fitted():
+    """Fit a posterior to the texts of this rank."""
     la = make(lora_model("bert"), **full_rank())
-    la.fit(loader or strided_loader())
+    la.fit(strided_loader())
     return la
 
 

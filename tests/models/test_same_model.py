@@ -122,10 +122,6 @@ def scale(model: PeftModel) -> None:
     query(model).set_scale("default", 3.0)
 
 
-def disable(model: PeftModel) -> None:
-    model.base_model.disable_adapter_layers()
-
-
 def replace(model: PeftModel) -> None:
     # Of the same shape, so that forward passes run.
     query(model).lora_A["default"] = nn.Linear(12, 2, bias=False).double()
@@ -144,7 +140,11 @@ def compute_weight(model: PeftModel) -> None:
 # What is done, what is said, and whether the model can be fitted as it is then.
 CHANGES = [
     (lambda model: model.merge_adapter(), "query is merged .*: call", False),
-    (disable, "query is disabled: call", False),
+    (
+        lambda model: model.base_model.disable_adapter_layers(),
+        "query is disabled: call",
+        False,
+    ),
     (lambda model: model.unload(), r"lost weights .*query\.lora_A", False),
     (replace, r"lost weights .*query\.lora_A", False),
     (scale, r"query\.lora_A.*was \(\[2, 12\], 2\.0\) .*6\.0", True),

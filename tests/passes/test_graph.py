@@ -187,7 +187,6 @@ CASES = {
     run.__name__: (on_tokens(run), texts(*SIZES))
     for run in (flat, positions_first, windows)
 } | {
-    "inputs that are no texts": (windows, numbers(*SIZES)),
     "texts, shared rows": (on_tokens(shared(3)), texts((3, 3), (2, 5), (1, 3))),
     "examples that count for others": (contrast, numbers((4, 3), (3, 3))),
     "no example alone": (needs_pairs, numbers((4, 3), (3, 3))),

@@ -56,12 +56,6 @@ def batch() -> dict[str, Tensor]:
     return first_batch(n_classes=N_CLASSES)
 
 
-@pytest.fixture
-def others() -> list[dict[str, Tensor]]:
-    """Batches of texts that no posterior is fitted to."""
-    return batches_of(seed=5)
-
-
 def by_mean_field(la: Any, batches: Sequence[Any]) -> Tensor:
     return torch.cat([la(batch, link_approx="mean_field") for batch in batches])
 
@@ -282,8 +276,9 @@ def test_statistics_of_contrasts_predict_as_a_batch_does(la, n_contrasts, n_prio
 # --- what differences can't tell ------------------------------------------------------
 
 
-def test_logits_themselves_cannot_be_told_from_differences(la, others, batch):
-    statistics = la.predictive_statistics(others)
+def test_logits_themselves_cannot_be_told_from_differences(la, batch):
+    # Of texts that it is not fitted to.
+    statistics = la.predictive_statistics(batches_of(seed=5))
     moments = statistics.moments(1.0)
     for read in (
         lambda: la(moments, link_approx="probit"),

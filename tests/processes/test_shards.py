@@ -40,10 +40,6 @@ def numbered(n: int, batch_size: int = BATCH_SIZE, **options) -> DataLoader:
     return DataLoader(examples, batch_size=batch_size, **options)
 
 
-def strided(n: int) -> DataLoader:
-    return numbered(n, sampler=DistributedSampler(range(n)))
-
-
 def of_sorted_batches(n: int) -> DataLoader:
     """Load batches of many sizes, as those with as many tokens are."""
     ends = itertools.pairwise([0, 1, 3, 6, 10, 15])
@@ -71,7 +67,9 @@ def given(loader: DataLoader) -> tuple[list[int], list[int]]:
 
 # By rank and number of examples, for three ranks.
 LOADERS = {
-    "DistributedSampler": lambda rank, n: strided(n),
+    "DistributedSampler": lambda rank, n: numbered(
+        n, sampler=DistributedSampler(range(n))
+    ),
     "Accelerate, shuffled": lambda rank, n: accelerated(
         rank, 3, numbered(n, shuffle=True)
     ),
