@@ -153,20 +153,10 @@ def test_a_text_by_itself_has_its_own_labels(adapted):
 # --- what classes and texts refuse each other -----------------------------------------
 
 
-READ = {
-    "score": lambda la, batch: la.score(batch, n_samples=2),
-    "draw_logits": lambda la, batch: la.draw_logits(batch),
-    "gridsearch": lambda la, batch: la.optimize_prior_precision(
-        method="gridsearch", val_loader=[batch]
-    ),
-}
-
-
-@pytest.mark.parametrize("read", ["score", "draw_logits"])
-def test_what_reads_texts_refuses_a_classifier(read, gpt2):
+def test_what_reads_texts_refuses_a_classifier(gpt2):
     la = make(gpt2, class_token_ids=[1, 2, 3])
     with pytest.raises(ValueError, match="language_modeling"):
-        READ[read](la, first_batch())
+        la.draw_logits(first_batch())
     with pytest.raises(ValueError, match="likelihood"):
         la.load_state_dict(fitted_text(gpt2).state_dict())
 
@@ -209,15 +199,15 @@ def test_scores_are_those_of_a_mixture_of_drawn_models():
     with torch.no_grad():
         trained = la.model.model
         logits, labels = token_logits(trained, text_batches())
-        drawn = []
-        for model in drawn_models(la, N_DRAWS, generator()):
-            of_model, _ = token_logits(model, text_batches())
-            drawn.append(of_model.softmax(-1))
+        models = drawn_models(la, N_DRAWS, generator())
+        f = torch.stack([token_logits(model, text_batches())[0] for model in models])
+    draws = [la.draw_logits(each, N_DRAWS, generator()) for each in text_batches()]
+    assert_close(torch.cat(draws, dim=1), f, rtol=1e-8, atol=1e-10)
     of_map = logits.log_softmax(-1)
-    mixture = torch.stack(drawn).mean(0)
+    mixture = f.softmax(-1).mean(0)
     tokens = torch.arange(len(labels))
     of_labels = mixture[tokens, labels]
-    # `tests/text/test_scores.py` has the others.
+    # `tests/predictive/test_scores.py` has the others.
     expected = {
         "log_prob": of_labels.log(),
         "map_log_prob": of_map[tokens, labels],
@@ -340,14 +330,15 @@ def test_texts_are_no_choices(gpt2):
         make(gpt2).fit(text_batches())
 
 
-@pytest.mark.parametrize("use", READ)
-def test_a_model_that_has_changed_is_refused(use):
+def test_a_model_that_has_changed_is_refused():
     la = fitted_text()
     _, second_block, *_ = la.blocks
     # By so little that it would hardly be seen in what is predicted.
     second_block.weight.data.mul_(1.01)
     with pytest.raises(RuntimeError, match="have changed since the fit"):
-        READ[use](la, first_batch())
+        la.draw_logits(first_batch())
+    with pytest.raises(RuntimeError, match="have changed since the fit"):
+        la.optimize_prior_precision(method="gridsearch", val_loader=[first_batch()])
     assert la.prior_precision == 1
 
 
