@@ -26,7 +26,6 @@ TRAINED = "trained model"
 TEMPERATURE = "temperature"
 POSTERIOR = "posterior"
 _COLOURS = {TRAINED: "tab:red", TEMPERATURE: "tab:orange", POSTERIOR: "tab:blue"}
-_MANY = 20  # texts a point, from which on it is drawn in full colour
 
 
 class Outcomes(NamedTuple):
@@ -185,7 +184,7 @@ def reliability(
     ax : matplotlib.axes.Axes, optional
         where to draw; made if omitted
     n_bins : int, default=15
-        each of as many examples as any other; faint where these are few
+        each of as many examples as any other
 
     Returns
     -------
@@ -204,7 +203,6 @@ def reliability(
             [confidence[places].double().mean().item() for places in bins],
             [is_right[places].mean().item() for places in bins],
             marker="o",
-            alpha=min(1.0, 0.2 + counts[0] / _MANY),
             color=_COLOURS[name],
             label=name,
         )

@@ -356,7 +356,7 @@ class Trial:
         return self.tests.row(method, prediction, seconds, fit_seconds, trainings)
 
     def _staged(
-        self, firsts: list[Member], members: list[Member], choice: stages.Choice
+        self, firsts: list[Member], members: list[Member], chosen: list[Hyperparameters]
     ) -> Iterator[Row]:
         """Measure some members."""
         count = len(members)
@@ -371,16 +371,11 @@ class Trial:
         yield self._maps(maps, members, trainings, TEMPERATURE, temperature)
         fit_seconds = sum(member.seconds for member in (*firsts, *members))
         yield self._posteriors(
-            posteriors,
-            HELD_OUT_TEXTS,
-            members,
-            choice.hyperparameters,
-            trainings,
-            fit_seconds,
+            posteriors, HELD_OUT_TEXTS, members, chosen, trainings, fit_seconds
         )
         if count == 1 and self.has_students:
             la = copy(members[0].la)
-            (la.hyperparameters,) = choice.hyperparameters
+            (la.hyperparameters,) = chosen
             yield self._amortized(la, fit_seconds)
             yield self._student(la, la.distill, posteriors, fit_seconds)
             # What a temperature teaches, in the posterior's place.
@@ -504,14 +499,14 @@ class Trial:
                 seconds += self.clock() - started
         return Member(la, statistics, seconds)
 
-    def _choices(self, firsts: Sequence[Member]) -> stages.Choice:
+    def _choices(self, firsts: Sequence[Member]) -> list[Hyperparameters]:
         """Let held-out texts choose for one posterior, or for a mixture."""
         posteriors = [member.la for member in firsts]
         held = tuple(member.statistics[HELD] for member in firsts)
-        if len(held) == 1:
-            return stages.choose_priors(posteriors, held[0])
         # A mixture is less sure than its members: they choose for it together.
-        return stages.choose_priors(posteriors, MixtureStatistics(held, ()))
+        together = held[0] if len(held) == 1 else MixtureStatistics(held, ())
+        chosen, _ = stages.choose_priors(posteriors, together)
+        return chosen
 
     def _prior_alone(self, first: Member) -> Hyperparameters:
         """Let held-out texts choose one posterior's prior, without a scale."""

@@ -256,8 +256,7 @@ def _with_saved(arguments: ModelArguments) -> ModelArguments:
 def _settings_of(arguments: ModelArguments, config: PeftConfig) -> dict[str, Any]:
     """Collect the keywords of `from_pretrained`."""
     settings: dict[str, Any] = {"dtype": arguments.dtype}
-    if arguments.device_map is not None:
-        settings["device_map"] = arguments.device_map
+    settings["device_map"] = arguments.device_map
     if arguments.load_in_4bit:
         # Trained heads stay as they are: four bits take no gradient. Of what
         # transformers would leave out by itself, such as a language model's output

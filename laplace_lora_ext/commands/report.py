@@ -33,14 +33,12 @@ def figures_of(results: Outcomes) -> list[list[str]]:
     return rows
 
 
-def as_text(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Lay a table out in columns."""
-    columns = zip(header, *rows, strict=True)
-    widths = [max(map(len, column)) for column in columns]
+def as_text(rows: Sequence[Sequence[str]]) -> str:
+    """Lay figures out in columns, whose names are the first row."""
     lines = []
-    for row in [header, *rows]:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
+    for name, *cells in rows:
+        columns = "".join(f"{cell:<10}" for cell in cells)
+        lines.append(f"{name:<15}{columns.rstrip()}")
     return "\n".join(lines)
 
 
@@ -129,7 +127,8 @@ _PICTURES: dict[str, Callable[..., Any]] = {
     "How often answers are right, by how sure they are": plots.reliability,
     "Errors among the surest answers": plots.risk_coverage,
 }
-_LENGTH = 240  # of a text in the table
+_SHOWN = 20  # texts in the table
+_LENGTH = 240  # of each
 
 
 def page(
@@ -138,7 +137,6 @@ def page(
     results: Outcomes,
     texts: list[str],
     class_names: Sequence[str],
-    n_texts: int = 20,
 ) -> str:
     """Write the page: a whole HTML document."""
     parts = [
@@ -152,7 +150,7 @@ def page(
         "</div>",
         "<h2>Texts to look at first</h2>",
         "<p>Those whose answers are most likely to be wrong.</p>",
-        _texts_table(results, texts, class_names, n_texts),
+        _texts_table(results, texts, class_names),
     ]
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
@@ -190,12 +188,13 @@ def _figure(caption: str, draw: Callable[..., Any], results: Outcomes) -> str:
 
 
 def _texts_table(
-    results: Outcomes, texts: list[str], class_names: Sequence[str], n_texts: int
+    results: Outcomes, texts: list[str], class_names: Sequence[str]
 ) -> str:
     """Write the texts of the most doubtful answers, with what is known of each."""
     prediction = results.prediction
     rows = []
-    for place in prediction.review(capacity=n_texts).order[:n_texts].tolist():
+    most_doubtful = prediction.review(capacity=_SHOWN).order[:_SHOWN]
+    for place in most_doubtful.tolist():
         answer = int(prediction.labels[place])
         label = int(results.labels[place])
         named = escape(class_names[answer])

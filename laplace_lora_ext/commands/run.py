@@ -87,19 +87,19 @@ def calibrate(arguments: CalibrateArguments) -> None:
             "labels": results.labels,
         }
     _check_order(results, loaded.class_names)
-    figures = figures_of(results)
+    figures = [list(HEADER), *figures_of(results)]
     said = verdict(results, la.logit_scale)
     measured_on = f"{len(results.labels)} {known_as}"
     la.metadata |= {
         "temperature": results.temperature,
         "measured_on": measured_on,
-        "figures": [list(HEADER), *figures],
+        "figures": figures,
         "verdict": said,
     }
     if arguments.amortize:
         la.amortize(train, progress_bar=True)
     la.save_pretrained(folder)
-    print(f"On {measured_on}:\n{as_text(HEADER, figures)}")
+    print(f"On {measured_on}:\n{as_text(figures)}")
     print(f"{UNITS}\n{said}\nThe posterior is in {folder / FILE}.")
 
 
@@ -269,10 +269,6 @@ def _queue_lines(
 def distill(arguments: DistillArguments) -> None:
     """Train a student by a trainer of the given settings."""
     output = check_new(arguments.output, False, "pass another")
-    if arguments.epochs <= 0:
-        raise UsageError(
-            f"--epochs {arguments.epochs:g} is no training: pass more than 0."
-        )
     loaded = load(arguments)
     la = loaded.posterior()
     # Which makes it trainable.

@@ -54,12 +54,11 @@ class PreferenceModel(LogitsModel):
                 "many chosen as rejected texts, all chosen ones first in input_ids."
             )
         # All chosen texts come first, then all rejected ones.
-        pairs = {
+        return {
             key: batch[key].unflatten(0, (2, -1)).transpose(0, 1)
             for key in _KEYS
             if key in batch
         }
-        return pairs
 
     def _call(self, inputs: Any) -> Any:
         tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None

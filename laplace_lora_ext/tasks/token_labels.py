@@ -35,10 +35,6 @@ class TokenLabelsModel(LogitsModel):
         A `ValueError` if labels are no whole numbers `(B, T)`, or at padding.
         """
         X, y = super().split_if_labelled(batch)
-        if not isinstance(X, Mapping):
-            raise TypeError(
-                f"A batch of texts must be a mapping, not {type(X).__name__}."
-            )
         X = self.unlabelled(X)
         if y is None:
             return X, None

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from transformers import TrainerCallback, set_seed
 
 from laplace_lora_ext.laplace import Laplace, has_answers
 from laplace_lora_ext.lora_laplace import LoRALaplace
-from laplace_lora_ext.messages import check_counts, warn
+from laplace_lora_ext.messages import warn
 from laplace_lora_ext.metrics import compare
 from laplace_lora_ext.mixture import LaplaceMixture
 from laplace_lora_ext.models.adapters import (
@@ -88,20 +89,13 @@ def add_member(model: nn.Module, number: int) -> Callable[[], None]:
     return active_again(model)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Holds what held-out examples chose for each member, and their losses."""
-
-    hyperparameters: list[Hyperparameters]
-    history: TuningHistory
-
-
 def choose_priors(
     posteriors: Sequence[LoRALaplace], held_out: Any, progress_bar: bool = False
-) -> Choice:
+) -> tuple[list[Hyperparameters], TuningHistory]:
     """Let held-out examples choose for one posterior, or for the mixture of several.
 
-    Chosen are prior precision and scale; the posteriors keep their own.
+    Returns what is chosen for each, its prior precision and scale among it, and the
+    examples' losses; the posteriors keep their own.
 
     Parameters
     ----------
@@ -133,7 +127,7 @@ def choose_priors(
     history = together.optimize_prior_precision(
         method="gridsearch", val_loader=held_out, progress_bar=progress_bar
     )
-    return Choice([member.hyperparameters for member in together.members], history)
+    return [member.hyperparameters for member in together.members], history
 
 
 def joined(posteriors: Sequence[LoRALaplace]) -> LoRALaplace | LaplaceMixture:
@@ -197,11 +191,11 @@ class _Training:
             firsts = posteriors(1 - held_out, division.rest)
             # Now: the second stage changes the weights that these posteriors are
             # around.
-            choice = choose_priors(firsts, validation, self.progress_bar)
+            chosen, history = choose_priors(firsts, validation, self.progress_bar)
             seconds = posteriors(SECOND_STAGE, self.examples.all)
-        for la, hyperparameters in zip(seconds, choice.hyperparameters, strict=True):
+        for la, hyperparameters in zip(seconds, chosen, strict=True):
             la.hyperparameters = hyperparameters
-        return joined(seconds), choice.history
+        return joined(seconds), history
 
 
 def train_in_stages(
@@ -262,7 +256,6 @@ def train_in_stages(
         Before any training: if the trainer's data can't be divided, no class has a
         second text, or the model or a batch does not suit the likelihood.
     """
-    check_counts(members=members)
     if options.get("class_texts") is not None:
         options.setdefault("tokenizer", trainer.processing_class)
     training = _Training(
@@ -351,7 +344,6 @@ def in_stages(
     ValueError
         Before any training, as `train_in_stages`.
     """
-    check_counts(members=members)
     training = _Training(model, Examples.of_loader(train_loader), options, progress_bar)
     division, _ = training.divided(held_out, generator)
     la, _ = training.run(train, division, held_out, members)
@@ -463,28 +455,21 @@ def _likelihood(trainer: Any, options: dict[str, Any]) -> str | None:
 def _figures(trainer: Any, la: Predictor, history: TuningHistory) -> dict[str, float]:
     """Measure a posterior: on held-out texts, and on the trainer's evaluation data."""
     priors = [member.prior_precision.mean().item() for member in la.members]
-    scales = [member.logit_scale for member in la.members]
     figures = {
         "laplace_held_out_nll": history.loss,
-        "laplace_prior_precision": sum(priors) / len(priors),
-        "laplace_logit_scale": sum(scales) / len(scales),
+        "laplace_prior_precision": fmean(priors),
+        "laplace_logit_scale": fmean(member.logit_scale for member in la.members),
     }
-    if la.members[0].task.has_noise:
+    task = la.members[0].task
+    if task.has_noise:
         noises = [member.sigma_noise.item() for member in la.members]
-        figures["laplace_sigma_noise"] = sum(noises) / len(noises)
+        figures["laplace_sigma_noise"] = fmean(noises)
     # A dictionary is of several data sets, and each would need figures of its own.
-    if trainer.eval_dataset is not None and not isinstance(trainer.eval_dataset, dict):
-        figures |= eval_figures(la, loader_of(trainer, trainer.eval_dataset))
+    if trainer.eval_dataset is None or isinstance(trainer.eval_dataset, dict):
+        return figures
+    loader = loader_of(trainer, trainer.eval_dataset)
+    if task.writes:  # of texts the NLL of a token
+        return figures | {"eval_laplace_nll": nll_of_tokens(la, loader)}
+    for name, figure in compare(la, loader).posterior.items():
+        figures[f"eval_laplace_{name}"] = figure
     return figures
-
-
-def eval_figures(la: Predictor, loader: Iterable[Any]) -> dict[str, float]:
-    """Measure a posterior on evaluation data.
-
-    The figures are those of `quality`, or of `quality_of_numbers`; of texts the NLL of
-    a token.
-    """
-    if la.members[0].task.writes:
-        return {"eval_laplace_nll": nll_of_tokens(la, loader)}
-    measured = compare(la, loader).posterior
-    return {f"eval_laplace_{name}": figure for name, figure in measured.items()}

@@ -82,7 +82,7 @@ class Agreement(TuningMethod):
     Raises
     ------
     ValueError
-        If `max_change` is not between 0 and 1, or there are no data.
+        If there are no data.
     NotImplementedError
         For numbers, and for another structure than "lowrank_kron".
 
@@ -104,13 +104,6 @@ class Agreement(TuningMethod):
     n_samples: int = 100
     max_examples: int = 2000
     generator: torch.Generator | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.max_change < 1:
-            raise ValueError(
-                f"max_change must be between 0 and 1, not {self.max_change}."
-            )
 
     def _search(self, la: Members) -> TuningHistory:
         (posterior,) = la.members

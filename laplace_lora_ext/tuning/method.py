@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from laplace_lora_ext.curvature.decomposed import trace_of
-from laplace_lora_ext.messages import check_counts, check_name
+from laplace_lora_ext.messages import check_name
 from laplace_lora_ext.models.running import as_tensor, cpu_as_default
 from laplace_lora_ext.predictive.moments import draw_seed
 from laplace_lora_ext.predictive.posterior import Hyperparameters, Members, Posterior
@@ -22,8 +22,6 @@ from laplace_lora_ext.predictive.statistics import (
 )
 from laplace_lora_ext.processes.exchange import of_first, together
 
-# Options of which some methods have one or more.
-_COUNTS = ("n_samples", "n_steps", "grid_size", "batch_size", "max_examples")
 _STRUCTURES = ["scalar", "kind", "layerwise", "diag"]
 
 
@@ -148,8 +146,6 @@ class TuningMethod:
     progress_bar: bool = False
 
     def __post_init__(self) -> None:
-        counts = {name: getattr(self, name) for name in _COUNTS if hasattr(self, name)}
-        check_counts(**counts)
         if self.prior_structure is not None:
             check_name("prior_structure", self.prior_structure, _STRUCTURES)
 

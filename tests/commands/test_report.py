@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.commands.report import figures_of, reason, verdict
+from laplace_lora_ext.commands.report import (
+    HEADER,
+    as_text,
+    figures_of,
+    reason,
+    verdict,
+)
 from laplace_lora_ext.plots import Outcomes
 from laplace_lora_ext.predictive.predictions import Prediction
 from tests.support.commands import run
@@ -66,6 +72,8 @@ def test_the_best_of_each_measure_is_marked():
     assert trained[1] == temperature[1] == posterior[1] == "0.800*"
     assert posterior[2].endswith("*")
     assert not trained[2].endswith("*")
+    header, row = as_text([HEADER, trained]).splitlines()
+    assert row.rindex(trained[-1]) == header.index("Brier")
 
 
 @pytest.mark.parametrize(

@@ -205,8 +205,6 @@ def test_a_students_training_is_as_asked_for_and_in_a_new_folder(
     message = refusal("distill", output=tmp_path / "new", **asked, **options)
     assert "(2.0, 0.5, 7)" in message
     assert "exists" in refusal("distill", output=tmp_path, **options)
-    options["output"] = tmp_path / "another"
-    assert "--epochs 0" in refusal("distill", epochs=0, **options)
 
 
 def test_others_open_a_student_by_its_folder_alone(calibrated, tmp_path, capsys):

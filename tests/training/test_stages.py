@@ -84,15 +84,15 @@ def fresh_base(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def test_a_choice_of_members_leaves_the_posteriors_as_they_are():
     las = [fitted(prior_precision=prior) for prior in (2.0, 3.0)]
-    choice = choose_priors(las, [BATCH])
+    hyperparameters, history = choose_priors(las, [BATCH])
     best = joined(las)
-    for member, chosen in zip(best.members, choice.hyperparameters, strict=True):
+    for member, chosen in zip(best.members, hyperparameters, strict=True):
         member.hyperparameters = chosen
     probabilities = best(BATCH, link_approx="mean_field")
     figures = quality(probabilities, BATCH["labels"])
     # Between two scales at which losses are summed, it is interpolated.
-    assert figures["nll"] == pytest.approx(choice.history.loss, rel=1e-4)
-    assert best.members[0].logit_scale == choice.history.chosen.logit_scale != 1
+    assert figures["nll"] == pytest.approx(history.loss, rel=1e-4)
+    assert best.members[0].logit_scale == history.chosen.logit_scale != 1
     assert [la.prior_precision.item() for la in las] == [2, 3]
 
 
@@ -106,7 +106,7 @@ def test_members_choose_how_kinds_differ_by_the_prior_alone():
     alone, scaled = copy(la), copy(la)
     GridSearch(val_loader=validation, optimize_scale=False)(alone)
     GridSearch(val_loader=validation)(scaled)
-    both = choose_priors([la, la], validation).hyperparameters
+    both, _ = choose_priors([la, la], validation)
     for found in both:
         factor = found.prior_precision / alone.prior_precision
         assert_close(factor, factor[:1].expand_as(factor))
@@ -121,7 +121,8 @@ def test_members_choose_their_own_noise():
     alone = copy(la)
     GridSearch(val_loader=batches)(alone)
     assert alone.sigma_noise < 0.4
-    for found in choose_priors([la, la], batches).hyperparameters:
+    both, _ = choose_priors([la, la], batches)
+    for found in both:
         assert_close(found.sigma_noise, alone.sigma_noise)
     # The posteriors keep theirs.
     assert la.sigma_noise == 0.5
@@ -320,13 +321,11 @@ PACKED = [
 REFUSED = [
     ({"train_dataset": Endless()}, {}, "has a length"),
     ({"model": lora_model("bert").requires_grad_(False)}, {}, "is_trainable=True"),
-    ({"model_init": dict}, {}, "model_init"),
     ({"optimizer": object()}, {}, "optimizer"),
     ({"get_train_dataloader": lambda: DataLoader(Texts(N))}, {}, "self.train_data"),
     ({"train_dataset": labelled(torch.arange(3))}, {"held_out": 0.4}, "No class"),
     ({"train_dataset": PACKED}, {}, "packed"),
     ({}, {"held_out": 0.01}, "too few"),
-    ({}, {"members": 0}, "members must be"),
     ({}, {"members": 2}, "'member_1' already"),
 ]
 # What a refused call leaves in a trainer.

@@ -72,8 +72,6 @@ BAD = [
     ({"init_prior_prec": ONE_BELOW_0}, "above 0"),
     ({"prior_structure": "diag"}, "per-layer"),
     ({"prior_structure": "layers"}, "layers"),
-    ({"method": "gridsearch", **NONE, "grid_size": 0}, "grid_size"),
-    ({"method": "agreement", "train_loader": [], "max_change": 1}, "max_change"),
 ]
 
 
