@@ -782,10 +782,9 @@ class LoRALaplace(Posterior, Predictor):
             if diagonal_output:
                 f_var = without_covariances(f_var)
             noise = shared_noise(f_mu, n_samples, generator)
-            with torch.autocast(f_mu.device.type, enabled=False):
-                # Unlike the host's Cholesky factor, a symmetric root of a singular
-                # covariance exists.
-                samples = gaussian_samples(f_mu, f_var, noise)
+            # Unlike the host's Cholesky factor, a symmetric root of a singular
+            # covariance exists.
+            samples = gaussian_samples(f_mu, f_var, noise)
         return self.model.in_places(samples, x, dim=1)
 
     def predictive_samples(

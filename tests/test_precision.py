@@ -11,6 +11,8 @@ from tests.support.dense import curvature_of
 from tests.support.models import first_batch, head_of, lora_model, ragged_batches
 from tests.support.posteriors import (
     OURS_AND_A_HOSTS,
+    PRIORS_ALONE,
+    STRUCTURES,
     fitted,
     generator,
     with_structures,
@@ -153,41 +155,57 @@ def test_predictions_alone_under_autocast_are_near_those_without(structure, pred
     assert torch.equal(predicted(), expected)
 
 
-# These take no pass of the model, and so know of no autocast.
-IN_THE_POSTERIORS_OWN_PRECISION = [
-    lambda la, moments: la.sample(3, generator()),
-    lambda la, moments: la.functional_samples(moments, generator=generator()),
-    lambda la, moments: la(moments, link_approx="mc", generator=generator()),
-    lambda la, moments: la.log_marginal_likelihood(la.prior_precision),
-]
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_all_but_the_models_own_passes_is_computed_as_without_autocast(structure):
+    model = lora_model("bert", torch.float32)
+    model.forward = torch.autocast("cpu", enabled=False)(model.forward)
+    la = fitted(model=model, structure=structure, rank=10, prior_precision=1e-3)
+    batches = ragged_batches()
+    batch, *_ = batches
+    # Where the variance tells.
+    grid = PRIORS_ALONE | {"log_prior_prec_min": -5}
+    search = {"method": "gridsearch", "val_loader": batches, **grid}
 
+    def results() -> list[Tensor]:
+        # Searches have set both.
+        la.prior_precision, la.logit_scale = 1e-3, 1.0
+        moments = la.predictive_moments(batch)
+        found = [
+            moments.f_var,
+            la.sample(3, generator()),
+            la.function(seed=0)(batch),
+            la.functional_samples(moments, generator=generator()),
+            la.log_marginal_likelihood(la.prior_precision),
+            la.optimize_prior_precision(**search).objective,
+        ]
+        for link in ("mean_field", "probit", "mc"):
+            found.append(la(batch, link_approx=link, generator=generator()))
+        if structure == "lowrank_kron":
+            statistics = la.predictive_statistics(batches)
+            agree = {"method": "agreement", "train_loader": statistics}
+            found += [
+                statistics.moments(0.1).f_var,
+                la.optimize_prior_precision(**agree).objective,
+            ]
+            la.amortize(batches)
+            found.append(la(batch, pred_type="amortized"))
+        return found
 
-@pytest.mark.parametrize(
-    ("structure", "algebra"), with_structures(IN_THE_POSTERIORS_OWN_PRECISION)
-)
-def test_the_posteriors_algebra_under_autocast_is_that_without(algebra, structure):
-    la = posterior(structure=structure)
-    moments = la.predictive_moments(first_batch())
-    expected = algebra(la, moments)
+    expected = results()
     with autocast():
-        found = algebra(la, moments)
+        found = results()
     assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["agreement", "val_gd"])
-def test_what_statistics_say_is_the_same_under_autocast(method):
+def test_a_descent_on_statistics_is_the_same_under_autocast():
     la = fitted(dtype=torch.float32)
     statistics = la.predictive_statistics(ragged_batches())
-    data = "train_loader" if method == "agreement" else "val_loader"
-    options = {data: statistics} | ({"n_steps": 10} if method == "val_gd" else {})
 
-    def said():
-        torch.manual_seed(0)
-        history = la.optimize_prior_precision(method=method, **options)
-        return history.objective, history.prior_precision, statistics.moments(0.1).f_var
+    def objective() -> Tensor:
+        options = {"val_loader": statistics, "n_steps": 10}
+        return la.optimize_prior_precision(method="val_gd", **options).objective
 
-    expected = said()
+    expected = objective()
     with autocast():
-        found = said()
-    # Statistics are there already: no pass of the model is left to be rounded.
+        found = objective()
     assert_close(found, expected, rtol=0, atol=0)

@@ -161,10 +161,8 @@ class LowRankKronStructure(Structure):
     def decompose(
         self, sums: list[KroneckerBlock], n_data: int
     ) -> LowRankKronDecomposed:
-        device = self.recorder.model.device
-        with torch.autocast(device.type, enabled=False):
-            blocks = [block.decompose() for block in sums]
-            return LowRankKronDecomposed.of_blocks(blocks, device)
+        blocks = [block.decompose() for block in sums]
+        return LowRankKronDecomposed.of_blocks(blocks, self.recorder.model.device)
 
     def pack(self, sums: list[KroneckerBlock]) -> list[dict[str, Any]]:
         return [block.state_dict() for block in sums]
@@ -229,8 +227,7 @@ class KronStructure(HostStructure):
             [output, *(factor / n_data for factor in input_)]
             for output, *input_ in sums.kfacs
         ]
-        with torch.autocast(self.recorder.model.device.type, enabled=False):
-            return Kron(kfacs).decompose()
+        return Kron(kfacs).decompose()
 
     def pack(self, sums: Kron) -> Any:
         return sums.kfacs

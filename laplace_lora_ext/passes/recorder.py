@@ -141,7 +141,10 @@ class Recording:
         weights: Tensor | None = None,
         at_once: int | None = None,
     ) -> None:
-        """Back-propagate `(S, N, C)` vectors as `Graph.back_propagate` has it."""
+        """Back-propagate `(S, N, C)` vectors as `Graph.back_propagate` has it.
+
+        Without autocast, as is what `take` computes.
+        """
         for graph in self._graphs():
             with torch.autocast(vectors.device.type, enabled=False):
                 graph.back_propagate(vectors, take, weights=weights, at_once=at_once)

@@ -141,12 +141,11 @@ def log_probabilities(
 
     "mc" gives all examples of a batch the same noise, `n_samples` times.
     """
-    with torch.autocast(moments.f_mu.device.type, enabled=False):
-        if link_approx == "mc":  # many samples give the exact integral
-            noise = shared_noise(moments.f_mu, n_samples, generator)
-            log_p = softmax_samples(moments.f_mu, moments.f_var, noise)
-            return log_p.logsumexp(0) - math.log(len(noise))
-        return mean_field(moments) if link_approx == "mean_field" else probit(moments)
+    if link_approx == "mc":  # many samples give the exact integral
+        noise = shared_noise(moments.f_mu, n_samples, generator)
+        log_p = softmax_samples(moments.f_mu, moments.f_var, noise)
+        return log_p.logsumexp(0) - math.log(len(noise))
+    return mean_field(moments) if link_approx == "mean_field" else probit(moments)
 
 
 def shared_noise(

@@ -308,8 +308,7 @@ def drawn_functions(la: Posterior, weights: Tensor, pred_type: str, x: Any) -> T
         def multiply(index: int, jacobian: Tensor) -> None:
             block = la.blocks[index]
             change = block.small_side_first(changes[index].unflatten(1, block.shape))
-            with torch.autocast(jacobian.device.type, enabled=False):
-                product = torch.einsum("bcrd,srd->bsc", jacobian, change.to(jacobian))
+            product = torch.einsum("bcrd,srd->bsc", jacobian, change.to(jacobian))
             products.append(product.to(weights.device))
 
         f_mu = la.recorder.visit_jacobians(part, multiply)

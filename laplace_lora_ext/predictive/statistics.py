@@ -348,8 +348,7 @@ def _project(
         by_row = remainder.transpose(1, 2)  # (B, r, C, d)
         by_block[index] = leading.flatten(2), by_row @ by_row.mT
 
-    with torch.autocast(la.blocks[0].device.type, enabled=False):
-        f_mu = la.recorder.visit_jacobians(part, project, directions)
+    f_mu = la.recorder.visit_jacobians(part, project, directions)
     # All blocks together: each copy from an accelerator waits for the work there.
     leading, products = zip(
         *(by_block[index] for index in range(len(la.blocks))), strict=True
