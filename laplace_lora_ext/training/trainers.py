@@ -84,6 +84,11 @@ class Examples:
                 "The trainer's model is frozen: load its adapter with "
                 "is_trainable=True."
             )
+        if trainer.model_init is not None:
+            raise ValueError(
+                "model_init makes a new model in each training: give the trainer a "
+                "model."
+            )
         if trainer.optimizer is not None and not trainer.state.global_step:
             raise ValueError(
                 "The trainer was given an optimizer, but each training needs one of "

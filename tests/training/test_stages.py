@@ -321,6 +321,7 @@ PACKED = [
 REFUSED = [
     ({"train_dataset": Endless()}, {}, "has a length"),
     ({"model": lora_model("bert").requires_grad_(False)}, {}, "is_trainable=True"),
+    ({"model_init": dict}, {}, "model_init"),
     ({"optimizer": object()}, {}, "optimizer"),
     ({"get_train_dataloader": lambda: DataLoader(Texts(N))}, {}, "self.train_data"),
     ({"train_dataset": labelled(torch.arange(3))}, {"held_out": 0.4}, "No class"),
