@@ -27,7 +27,7 @@ from laplace_lora_ext.curvature.decomposed import LowRankKronDecomposed, SquareF
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.messages import check_name
 from laplace_lora_ext.models.logits_model import find_transformer
-from laplace_lora_ext.models.running import exclusive, without_autocast
+from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.models.same_model import ModelState
 from laplace_lora_ext.passes.recorder import Directions
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
@@ -100,7 +100,6 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         return kept[1]
 
     @exclusive
-    @without_autocast
     def sample(
         self, n_samples: int = 100, generator: torch.Generator | None = None
     ) -> Tensor:
@@ -114,7 +113,8 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             )
             for _ in range(n_samples)
         ]
-        return self.mean + self.posterior_precision.bmm(torch.stack(noise), -0.5)
+        with torch.autocast(self._device.type, enabled=False):
+            return self.mean + self.posterior_precision.bmm(torch.stack(noise), -0.5)
 
     def _linearised(
         self, part: Any, joint: bool, directions: Directions

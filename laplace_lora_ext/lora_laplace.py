@@ -25,11 +25,7 @@ from laplace_lora_ext.models.lora_layers import (
     find_blocks,
     is_untrained,
 )
-from laplace_lora_ext.models.running import (
-    copy_if_inference,
-    exclusive,
-    without_autocast,
-)
+from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.models.same_model import ModelState, check_same, standing_of
 from laplace_lora_ext.models.weights import replace_weights
 from laplace_lora_ext.passes.recorder import Recorder
@@ -451,7 +447,8 @@ class LoRALaplace(Posterior, Predictor):
         """Set an attribute; refuse numbers that make no Gaussian."""
         if name in _POSITIVE:
             check_positive(name, value)
-            value = copy_if_inference(value)
+            if isinstance(value, Tensor) and value.is_inference():
+                value = value.clone()  # nothing could change it later
             self._posterior_scale = None  # that is made with the old value
         if name == "prior_precision":
             # Once, since each look at a number on an accelerator waits for all work
@@ -805,11 +802,11 @@ class LoRALaplace(Posterior, Predictor):
         return self.task.predicted.predictions(samples)
 
     @exclusive
-    @without_autocast
     def sample(
         self, n_samples: int = 100, generator: torch.Generator | None = None
     ) -> Tensor:
-        return super().sample(n_samples, generator)
+        with torch.autocast(self._device.type, enabled=False):
+            return super().sample(n_samples, generator)
 
     # What the host's own functions call.
 

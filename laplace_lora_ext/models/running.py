@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial, wraps
+from functools import partial
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_not
 from threading import Condition, get_ident
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -27,14 +27,6 @@ _ACTIVE = "_active_adapter"
 # Numbers of the largest buffer that is copied for a pass. Larger ones are masks and
 # quantised weights, which nobody changes in place.
 _LARGEST = 2**16
-
-
-class _OnDevice(Protocol):
-    @property
-    def _device(self) -> torch.device: ...
-
-
-Self = TypeVar("Self", bound=_OnDevice)
 
 
 # --- turns ----------------------------------------------------------------------------
@@ -109,21 +101,6 @@ def exclusive(method: Callable[Arguments, Result]) -> Callable[Arguments, Result
     return alone()(method)
 
 
-def without_autocast(
-    method: Callable[Concatenate[Self, Arguments], Result],
-) -> Callable[Concatenate[Self, Arguments], Result]:
-    """Shield a method of an object with a `_device` from `torch.autocast`."""
-
-    @wraps(method)
-    def wrapped(
-        self: Self, *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> Result:
-        with torch.autocast(self._device.type, enabled=False):
-            return method(self, *args, **kwargs)
-
-    return wrapped
-
-
 def cpu_as_default() -> AbstractContextManager[object]:
     """Make tensors without a device on the CPU, whatever `set_default_device` says."""
     if torch.get_default_device().type == "cpu":
@@ -138,13 +115,6 @@ def as_tensor(value: Any) -> Tensor:
     the CPU.
     """
     return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
-
-
-def copy_if_inference(value: Any) -> Any:
-    """Copy a tensor of inference mode, to keep it: nothing could change it later."""
-    if isinstance(value, Tensor) and value.is_inference():
-        return value.clone()
-    return value
 
 
 def is_shared(model: nn.Module) -> bool:
