@@ -89,14 +89,11 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     def posterior_precision(self) -> LowRankKronDecomposed:
         """Return the posterior precision, made once for a fit and its prior."""
         kept = self._posterior_scale
-        is_learnt = self.prior_precision.requires_grad or self.sigma_noise.requires_grad
         # A prior may be changed in place.
-        if is_learnt or kept is None or kept[0] != self.prior_precision._version:
+        if kept is None or kept[0] != self.prior_precision._version:
             self._check_H_init()
             made = self.H * self._H_factor + self.prior_precision
-            kept = self.prior_precision._version, made
-            if not is_learnt:
-                self._posterior_scale = kept
+            kept = self._posterior_scale = self.prior_precision._version, made
         return kept[1]
 
     @exclusive
