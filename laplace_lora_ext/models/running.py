@@ -140,6 +140,8 @@ class Tree:
         PEFT's layers and wrappers, which have an active adapter
     four_bit : list of nn.Module
         bitsandbytes' layers of four bits
+    layers : list of nn.Module
+        transformers' layers, which a training may checkpoint
     read_by : list of nn.Module or None
         the layer that makes the logits, none where there is none; None before a pass
         has shown which it is
@@ -166,6 +168,9 @@ class Tree:
         of_four_bits = () if bitsandbytes is None else bitsandbytes.nn.Linear4bit
         self.four_bit: list[Any] = [
             m for m in self.modules if isinstance(m, of_four_bits)
+        ]
+        self.layers: list[Any] = [
+            m for m in self.modules if isinstance(m, GradientCheckpointingLayer)
         ]
         self._attributes = [vars(m) for m in self.modules]
         self._children: list[dict[str, Any]] = [
@@ -383,9 +388,4 @@ def checkpointing(tree: Tree) -> Iterator[None]:
 
 def checkpointed_layers(tree: Tree) -> list[Any]:
     """List the layers that a model's training checkpoints now."""
-    return [
-        module
-        for module in tree.modules
-        if isinstance(module, GradientCheckpointingLayer)
-        and module.gradient_checkpointing
-    ]
+    return [layer for layer in tree.layers if layer.gradient_checkpointing]
