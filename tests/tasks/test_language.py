@@ -387,7 +387,9 @@ def test_an_encoder_reads_left_and_right_padded_texts_alike():
 
 
 @pytest.mark.parametrize("make_model", [fsmt, BART])
-def test_labels_of_an_encoder_decoder_are_predicted_at_their_own_place(make_model):
+def test_labels_of_an_encoder_decoder_are_predicted_at_their_own_place(
+    make_model, monkeypatch
+):
     model = make_model()
     batch = pairs_of_texts()
     labels = batch["labels"].clone()
@@ -403,6 +405,13 @@ def test_labels_of_an_encoder_decoder_are_predicted_at_their_own_place(make_mode
     assert_close(found, output.logits[labels != IGNORED])
     for given in (decoded, {"decoder_input_ids": None}):
         assert_close(adapted(batch | given), found)
+    # In parts, too, where the output layer is also the embedding.
+    own = labels[labels != IGNORED]
+    of_data = LabelsOfTokens(own, torch.empty(0, len(own)))
+    monkeypatch.setattr(output_layer, "MOST_ROWS", A_FEW_ROWS)
+    with adapted.prepared():
+        log_p = adapted.log_probs_of(batch, of_data)
+    assert_close(log_p, found.log_softmax(-1).gather(1, own[:, None]))
 
 
 def test_an_encoder_decoder_may_have_no_method_that_shifts_labels(monkeypatch):
