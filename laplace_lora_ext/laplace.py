@@ -122,7 +122,8 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             covariance.add(index, jacobian.flatten(0, 1)[None] if joint else jacobian)
 
         f_mu = self.recorder.visit_jacobians(part, add, directions)
-        f_var = covariance.total().to(f_mu.device)
+        with torch.autocast(f_mu.device.type, enabled=False):
+            f_var = covariance.total().to(f_mu.device)
         return f_mu, f_var[0] if joint else f_var
 
     @property

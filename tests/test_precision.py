@@ -155,11 +155,17 @@ def test_predictions_alone_under_autocast_are_near_those_without(structure, pred
     assert torch.equal(predicted(), expected)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_all_but_the_models_own_passes_is_computed_as_without_autocast(structure):
+@pytest.mark.parametrize(
+    ("structure", "examples_apart"),
+    [*((structure, False) for structure in STRUCTURES), ("lowrank_kron", True)],
+)
+def test_all_but_the_models_own_passes_is_computed_as_without_autocast(
+    structure, examples_apart
+):
     model = lora_model("bert", torch.float32)
     model.forward = torch.autocast("cpu", enabled=False)(model.forward)
     la = fitted(model=model, structure=structure, rank=10, prior_precision=1e-3)
+    la.recorder.layouts.examples_apart = examples_apart
     batches = ragged_batches()
     batch, *_ = batches
     # Where the variance tells.

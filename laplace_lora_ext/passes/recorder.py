@@ -299,10 +299,10 @@ class Recorder:
     ) -> Tensor:
         """Make Jacobians block by block, by one forward and one batched backward pass.
 
-        `visit` receives a block's index and its Jacobian `(B, C, r, d)`, small side
-        first, 0 where the logits don't depend on the block. Only one is in memory at a
-        time, unless examples or vectors come one at a time; that all are finite is
-        known at the end. The method returns the logits `(B, C)`. With other
+        `visit`, without autocast, receives a block's index and its Jacobian `(B, C, r,
+        d)`, small side first, 0 where the logits don't depend on the block. Only one is
+        in memory at a time, unless examples or vectors come one at a time; that all are
+        finite is known at the end. The method returns the logits `(B, C)`. With other
         `directions`, Jacobians are those of S combinations of the logits, in place of
         C. Errors are those of `record`.
         """
@@ -345,11 +345,12 @@ class Recorder:
             at_once = max(1, self._rows_at_once // n_rows)
             size = torch.Size((positions.n_examples, len(vectors)))
             recording.backward(vectors, take, at_once=at_once)
-            for index in range(len(self.blocks)):
-                if index in incomplete:
-                    complete(index, incomplete.pop(index))
-                elif index not in sums:
-                    complete(index, zeros(index))
+            with torch.autocast(logits.device.type, enabled=False):
+                for index in range(len(self.blocks)):
+                    if index in incomplete:
+                        complete(index, incomplete.pop(index))
+                    elif index not in sums:
+                        complete(index, zeros(index))
             totals = read(list(sums.values()))
             for index, total in zip(sums, totals, strict=True):
                 if not math.isfinite(total):
