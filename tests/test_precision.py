@@ -170,7 +170,6 @@ def test_all_but_the_models_own_passes_is_computed_as_without_autocast(
     batch, *_ = batches
     # Where the variance tells.
     grid = PRIORS_ALONE | {"log_prior_prec_min": -5}
-    search = {"method": "gridsearch", "val_loader": batches, **grid}
 
     def results() -> list[Tensor]:
         # Searches have set both.
@@ -182,16 +181,19 @@ def test_all_but_the_models_own_passes_is_computed_as_without_autocast(
             la.function(seed=0)(batch),
             la.functional_samples(moments, generator=generator()),
             la.log_marginal_likelihood(la.prior_precision),
-            la.optimize_prior_precision(**search).objective,
+            la.optimize_prior_precision(
+                method="gridsearch", val_loader=batches, **grid
+            ).objective,
         ]
         for link in ("mean_field", "probit", "mc"):
             found.append(la(batch, link_approx=link, generator=generator()))
         if structure == "lowrank_kron":
             statistics = la.predictive_statistics(batches)
-            agree = {"method": "agreement", "train_loader": statistics}
             found += [
                 statistics.moments(0.1).f_var,
-                la.optimize_prior_precision(**agree).objective,
+                la.optimize_prior_precision(
+                    method="agreement", train_loader=statistics
+                ).objective,
             ]
             la.amortize(batches)
             found.append(la(batch, pred_type="amortized"))
