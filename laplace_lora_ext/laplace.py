@@ -93,7 +93,8 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         if kept is None or kept[0] != self.prior_precision._version:
             self._check_H_init()
             made = self.H * self._H_factor + self.prior_precision
-            kept = self._posterior_scale = self.prior_precision._version, made
+            kept = self.prior_precision._version, made
+            self._posterior_scale = kept
         return kept[1]
 
     @exclusive
@@ -122,8 +123,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             covariance.add(index, jacobian.flatten(0, 1)[None] if joint else jacobian)
 
         f_mu = self.recorder.visit_jacobians(part, add, directions)
-        with torch.autocast(f_mu.device.type, enabled=False):
-            f_var = covariance.total().to(f_mu.device)
+        f_var = covariance.total().to(f_mu.device)
         return f_mu, f_var[0] if joint else f_var
 
     @property

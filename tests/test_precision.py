@@ -173,7 +173,8 @@ def test_all_but_the_models_own_passes_is_computed_as_without_autocast(
 
     def results() -> list[Tensor]:
         # Searches have set both.
-        la.prior_precision, la.logit_scale = 1e-3, 1.0
+        la.prior_precision = 1e-3
+        la.logit_scale = 1.0
         moments = la.predictive_moments(batch)
         found = [
             moments.f_var,

@@ -255,8 +255,10 @@ def _with_saved(arguments: ModelArguments) -> ModelArguments:
 
 def _settings_of(arguments: ModelArguments, config: PeftConfig) -> dict[str, Any]:
     """Collect the keywords of `from_pretrained`."""
-    settings: dict[str, Any] = {"dtype": arguments.dtype}
-    settings["device_map"] = arguments.device_map
+    settings: dict[str, Any] = {
+        "dtype": arguments.dtype,
+        "device_map": arguments.device_map,
+    }
     if arguments.load_in_4bit:
         # Trained heads stay as they are: four bits take no gradient. Of what
         # transformers would leave out by itself, such as a language model's output

@@ -144,30 +144,28 @@ Powers = list[tuple[list[int], Power]]
 
 
 class SquareForm:
-    """Sums `W P⁻¹ Wᵀ` over blocks, in whichever order their weights come."""
+    """Sums `W P⁻¹ Wᵀ` over all blocks, in whichever order their weights come."""
 
     def __init__(self, inverse_root: Powers) -> None:
-        # Each block's group, what has come of it, and its place there.
-        self._places: dict[int, tuple[Power, dict[int, Tensor], int]] = {}
+        # Each block's group, what waits there and what is to come, and its own place.
+        self._places: dict[int, tuple[Power, dict[int, Tensor], set[int], int]] = {}
         for indices, power in inverse_root:
             waiting: dict[int, Tensor] = {}
+            missing = set(range(len(indices)))
             for place, index in enumerate(indices):
-                self._places[index] = power, waiting, place
+                self._places[index] = power, waiting, missing, place
         self._sum: Tensor | None = None
 
     def add(self, index: int, weights: Tensor) -> None:
         """Take a block's weights `(B, K, r, d)`."""
-        power, waiting, place = self._places[index]
+        power, waiting, missing, place = self._places[index]
         waiting[place] = weights
-        is_complete = len(waiting) == len(power.on_leading)
-        if is_complete or len(waiting) * weights.numel() > _NUMBERS:
+        missing.remove(place)
+        if not missing or len(waiting) * weights.numel() > _NUMBERS:
             self._add_waiting(power, waiting)
 
     def total(self) -> Tensor:
-        """Return the sum `(B, K, K)` over all that was added."""
-        for power, waiting, _ in self._places.values():
-            if waiting:
-                self._add_waiting(power, waiting)
+        """Return the sum `(B, K, K)`, once all blocks have come."""
         assert self._sum is not None
         return self._sum
 

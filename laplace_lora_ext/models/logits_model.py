@@ -30,6 +30,7 @@ from laplace_lora_ext.models.running import (
     TURNS,
     State,
     Tree,
+    alone,
     as_tensor,
     cpu_as_default,
     evaluating,
@@ -277,12 +278,7 @@ class LogitsModel(nn.Module):
             return
         # The turn comes first: all that follows changes the model, also for other
         # threads.
-        with (
-            TURNS.alone(),
-            cpu_as_default(),
-            evaluating(self.tree, self.adapter),
-            self._begun(),
-        ):
+        with alone(), evaluating(self.tree, self.adapter), self._begun():
             yield
 
     def run_beside_others(self, compute: Callable[[], Result]) -> Result:

@@ -29,9 +29,9 @@ from laplace_lora_ext.models.weights import (
 from laplace_lora_ext.processes.exchange import count, of_first, rank
 
 _SAMPLED = 32  # numbers of each weight that are compared: training moves all of them
+_COMPARED = 16  # numbers of each weight that every call looks at: a line of the cache
 # What PEFT's layers are set to: lists and dictionaries that it changes in place.
 _SETTINGS = ("merged_adapters", "_disable_adapters", "scaling")
-_COMPARED = 16  # numbers of each weight that every call looks at: a line of the cache
 
 
 class Weight(NamedTuple):
