@@ -112,6 +112,16 @@ def test_decomposed_operations_equal_dense_ones(
             assert_tight(P.bmm(vectors, exponent), vectors @ expected)
 
 
+def test_a_square_form_takes_the_rest_of_a_group(monkeypatch):
+    A, _, B, _, C = random_blocks([(2, 5)] * 5, rank=2, n_rows=6)
+    P = decompose([A, B, C]) + 1.0
+    W = normal(1, 1, 30)
+    expected = P.inv_square_form(W)
+    # As many as one block has: two are multiplied together, and then the third.
+    monkeypatch.setattr("laplace_lora_ext.curvature.decomposed._NUMBERS", 10)
+    assert_tight(P.inv_square_form(W), expected)
+
+
 def test_gradient_in_the_prior_precision_is_that_of_finite_differences():
     of_data = decompose(random_blocks([(2, 5), (3, 4)], rank=2, n_rows=6))
     W = normal(1, 2, 2 * 5 + 3 * 4, seed=1)

@@ -18,8 +18,6 @@ from tests.support.posteriors import count_forward_passes, fitted, make
 def allow_at_once(monkeypatch, n_rows: int) -> None:
     """Let so many rows through a layer at once: tokens of all texts, for each logit."""
     monkeypatch.setattr("laplace_lora_ext.passes.recorder._ON_CPU", n_rows)
-    # Nor do Jacobians of one shape wait for each other.
-    monkeypatch.setattr("laplace_lora_ext.curvature.decomposed._NUMBERS", 0)
 
 
 def test_parts_bring_the_same_numbers(monkeypatch):
