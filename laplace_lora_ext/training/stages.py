@@ -390,7 +390,6 @@ def _train_or_read(
     if mark is None:
         mark = {"decided_by": deciding, "log": None}
         if trainer.args.should_save:
-            _forget(folder)
             _write(folder, mark)
     for name, value in deciding.items():
         before = mark["decided_by"].get(name)

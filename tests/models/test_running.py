@@ -296,10 +296,15 @@ def test_reentrant_checkpointing_in_a_models_own_code_is_refused(layers, structu
     make(with_lora(Checkpointing(), "after")).fit(pairs())
 
 
-def test_modules_that_are_compiled_in_place_run_eagerly():
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_compiled_modules_run_eagerly(is_wrapped):
     model, batch = lora_model("bert"), first_batch()
     graphs = []
-    model.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    keep = lambda graph, _: graphs.append(graph) or graph.forward  # noqa: E731
+    if is_wrapped:
+        model = torch.compile(model, backend=keep)
+    else:
+        model.compile(backend=keep)
     fitted(model=model)(batch)
     assert not graphs
     model(**batch)
