@@ -22,7 +22,7 @@ from laplace_lora_ext.models.adapters import (
 from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.learnt_variance import LearntVariance
-from laplace_lora_ext.predictive.moments import mix_moments, parts_for
+from laplace_lora_ext.predictive.moments import mix_moments
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.processes.shards import Share
 from laplace_lora_ext.saving import write_whole
@@ -100,7 +100,7 @@ class LaplaceMixture(Predictor):
 
         Parameters
         ----------
-        x : Mapping, torch.Tensor or MixtureMoments
+        x : Mapping or torch.Tensor
             as for a call of a posterior
         **options
             those of a call of a posterior, such as `link_approx` and `pred_type`
@@ -110,11 +110,7 @@ class LaplaceMixture(Predictor):
         torch.Tensor or tuple of torch.Tensor
             of a regression mean and covariance
         """
-        parts = parts_for(self.members, x)
-        outputs = [
-            member(part, **options)
-            for member, part in zip(self.members, parts, strict=True)
-        ]
+        outputs = [member(x, **options) for member in self.members]
         probabilities = [output for output in outputs if isinstance(output, Tensor)]
         if probabilities:
             return torch.stack(probabilities).mean(0)
@@ -142,10 +138,9 @@ class LaplaceMixture(Predictor):
         # Of which "lowrank_kron" alone has statistics.
         members: list[Any] = self.members
         data = Share.read_once(loader)
-        of_members = [
-            member.predictive_statistics(data, **options) for member in members
-        ]
-        return MixtureStatistics(tuple(of_members), self._priors)
+        return MixtureStatistics(
+            [member.predictive_statistics(data, **options) for member in members]
+        )
 
     # --- prior ------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from laplace_lora_ext.predictive.links import (
     shared_noise,
     softmax_samples,
 )
-from laplace_lora_ext.predictive.moments import Moments, parts_for
+from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.posterior import (
     Hyperparameters,
     Members,
@@ -180,9 +180,8 @@ class Predictor(Members):
         self, batch: Any, link_approx: str, pred_type: str
     ) -> Iterator[Moments]:
         """Compute each member's moments for a link; a batch may be given as moments."""
-        parts = parts_for(self.members, batch)
-        for member, part in zip(self.members, parts, strict=True):
-            compute = partial(moments_for, member, part, link_approx, pred_type)
+        for member in self.members:
+            compute = partial(moments_for, member, batch, link_approx, pred_type)
             yield in_turn(member, pred_type, compute)
 
     def predict_proba(

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from laplace_lora_ext import GridSearch, LaplaceMixture
 from laplace_lora_ext.predictive.links import shared_noise, softmax_samples
-from laplace_lora_ext.predictive.moments import MixtureMoments
 from tests.support.models import lora_model
 from tests.support.posteriors import fitted, generator, make, plain_regression
 from tests.support.ranks import Texts
@@ -71,7 +70,9 @@ def test_members_pass_over_the_same_rows_of_a_loader_that_shuffles():
     torch.manual_seed(0)
     shuffled = DataLoader(texts, batch_size=3, shuffle=True)
     statistics = mixture.predictive_statistics(shuffled, dtype=torch.float64)
-    found = mixture(statistics.moments(1.0), **MEAN_FIELD)
+    by_member = zip(mixture.members, statistics.members, strict=True)
+    moments = [(la, own.moments(la.prior_precision)) for la, own in by_member]
+    found = torch.stack([la(own, **MEAN_FIELD) for la, own in moments]).mean(0)
     expected = torch.cat([mixture(text, **MEAN_FIELD) for text in DataLoader(texts)])
     # Each prediction is nearest to that of its own text.
     order = torch.cdist(found, expected).argmin(1)
@@ -161,21 +162,21 @@ def test_a_search_that_only_chooses_leaves_the_priors():
     assert_close(history.objective, expected.objective, rtol=0, atol=0)
 
 
-def test_a_prediction_is_of_one_factor_whatever_other_threads_do():
-    mixture = two().mixture()
-    first, second = (la.predictive_moments(two().batch) for la in mixture.members)
+def test_a_prediction_is_of_one_factor_whatever_other_threads_do(monkeypatch):
+    both = two()
+    mixture = both.mixture()
     changes = []
 
-    def moments(pool):
-        yield first
+    def unlabelled(batch):
         # The first member has predicted, and the second has not begun.
         changes.append(pool.submit(setattr, mixture, "prior_precision", 100.0))
         # Without a lock it would be done by then.
         assert not wait(changes, timeout=0.2).done
-        yield second
+        return batch
 
+    monkeypatch.setattr(mixture.members[1].model, "unlabelled", unlabelled)
     with ThreadPoolExecutor(1) as pool:
-        mixture(MixtureMoments(moments(pool)))
+        mixture(both.batch)
     assert mixture.prior_precision == 100
 
 

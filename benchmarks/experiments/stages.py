@@ -504,7 +504,7 @@ class Trial:
         posteriors = [member.la for member in firsts]
         held = tuple(member.statistics[HELD] for member in firsts)
         # A mixture is less sure than its members: they choose for it together.
-        together = held[0] if len(held) == 1 else MixtureStatistics(held, ())
+        together = held[0] if len(held) == 1 else MixtureStatistics(held)
         chosen, _ = stages.choose_priors(posteriors, together)
         return chosen
 

@@ -30,7 +30,7 @@ from laplace_lora_ext.processes.shards import (
 _BATCHES = (Mapping, Tensor, np.ndarray, tuple, Moments)
 _BATCHES_AT_ONCE = 16  # that are read of a data set, to put alike lengths together
 
-Result = TypeVar("Result")
+Result = TypeVar("Result", bound=Sequence[Any])
 
 Owners = Callable[[Any], Tensor | None]
 """Says of a batch which of its examples each row of a result is of, `(N,)`; None where
@@ -41,10 +41,6 @@ Join = Callable[[Sequence[Columns]], Columns]
 NO_DATA = "The loader has no data. (A generator can be read once.)"
 
 
-def own_rows(_: Any) -> None:
-    """Say of any batch that each row is an example's only one."""
-
-
 def over_loader(
     loader: Iterable[Any] | Share,
     evaluate: Callable[[Any], Columns],
@@ -52,7 +48,7 @@ def over_loader(
     progress_bar: bool = False,
     alone: bool = False,
     join: Join = join_batches,
-    owners: Owners = own_rows,
+    owners: Owners | None = None,
 ) -> Columns:
     """Evaluate a function of each batch, in the data's order and each example once.
 
@@ -69,9 +65,7 @@ def over_loader(
     kept_places = [torch.empty(0, dtype=torch.long)]
     kept: list[Columns] = []
     with nullcontext() if alone else together():
-        passed = batch_by_batch(
-            share, evaluate, _rows, description, progress_bar, owners
-        )
+        passed = batch_by_batch(share, evaluate, description, progress_bar, owners)
         for columns, places in passed:
             kept_places.append(places)
             kept.append(columns)
@@ -87,33 +81,28 @@ def over_loader(
 def batch_by_batch(
     share: Share,
     evaluate: Callable[[Any], Result],
-    size: Callable[[Result], int],
-    description: str = "",
-    progress_bar: bool = False,
-    owners: Owners = own_rows,
+    description: str,
+    progress_bar: bool,
+    owners: Owners | None,
 ) -> Iterator[tuple[Result, Tensor]]:
     """Evaluate a function batch by batch; yield results and their rows' places.
 
-    `size` tells how many rows a result has. Batches of which no example is to count,
-    since they only keep the ranks' passes alike, yield nothing.
+    All parts of a result have equally many rows. Batches of which no example is to
+    count, since they only keep the ranks' passes alike, yield nothing.
     """
     for name, batch in named_batches(share.loader, description, progress_bar):
         share.show(batch)
         with naming(name):
-            of_rows = owners(batch)
+            of_rows = None if owners is None else owners(batch)
             if of_rows is not None and not len(of_rows):  # texts without a label
                 share.places(0, of_rows)
                 continue
             # Also of a batch that counts nowhere: ranks that share a model pass over it
             # together.
             result = evaluate(batch)
-            places = share.places(size(result), of_rows)
+            places = share.places(len(result[0]), of_rows)
         if len(places):
             yield result, places
-
-
-def _rows(columns: Columns) -> int:
-    return len(columns[0])
 
 
 def over_examples(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,17 +84,6 @@ def padded_to(covariance: Tensor, size: int) -> Tensor:
     """Add rows and columns of zeros to covariances, for contrasts that none needs."""
     n_missing = size - covariance.shape[-1]
     return pad(covariance, (0, n_missing, 0, n_missing))
-
-
-class MixtureMoments(NamedTuple):
-    """Gaussian logits of N examples by each member, in place of a batch."""
-
-    members: tuple[Moments, ...]
-
-
-def parts_for(members: Sequence[object], x: Any) -> Sequence[Any]:
-    """Return what each member predicts: the batch, or its own moments."""
-    return x.members if isinstance(x, MixtureMoments) else [x] * len(members)
 
 
 def mix_moments(means: Tensor, covariances: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,12 +16,7 @@ from laplace_lora_ext.models.weights import Block, Values, replace_weights, valu
 from laplace_lora_ext.passes.recorder import Directions, Recorder, every_output
 from laplace_lora_ext.predictive.learnt_variance import LearntVariance
 from laplace_lora_ext.predictive.links import OF_DIFFERENCES
-from laplace_lora_ext.predictive.moments import (
-    Contrasts,
-    MixtureMoments,
-    Moments,
-    padded_to,
-)
+from laplace_lora_ext.predictive.moments import Contrasts, Moments, padded_to
 from laplace_lora_ext.tasks.task import Task
 
 Result = TypeVar("Result")
@@ -269,7 +264,7 @@ def logits_with(la: Posterior, weights: Tensor, x: Any) -> Tensor:
 
 def check_is_batch(x: Any, pred_type: str) -> None:
     """Refuse moments where inputs are needed."""
-    if isinstance(x, Moments | MixtureMoments):
+    if isinstance(x, Moments):
         raise ValueError(
             f'Moments hold no inputs: pass a batch for pred_type="{pred_type}".'
         )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +15,7 @@ from laplace_lora_ext.curvature.decomposed import Spectrum
 from laplace_lora_ext.curvature.kron import LinAlgError
 from laplace_lora_ext.models.running import as_tensor
 from laplace_lora_ext.passes.recorder import Directions
-from laplace_lora_ext.predictive.moments import (
-    Contrasts,
-    MixtureMoments,
-    Moments,
-    padded_to,
-)
+from laplace_lora_ext.predictive.moments import Contrasts, Moments, padded_to
 from laplace_lora_ext.predictive.posterior import (
     Posterior,
     directions_of,
@@ -213,53 +207,10 @@ class TriedStatistics(_Rows):
         return Moments(self.f_mu, f_var, self.classes)
 
 
-@dataclass(eq=False)
-class MixtureStatistics(_Rows):
-    """Each member's statistics of a data set, to predict it under any prior.
+class MixtureStatistics(NamedTuple):
+    """Each member's statistics of the same examples, to choose a mixture's prior."""
 
-    Attributes
-    ----------
-    members : tuple of PredictiveStatistics or TriedStatistics
-        of the same examples, in the same order
-    priors : tuple of torch.Tensor
-        the members' own prior precisions, which a common factor multiplies
-    """
-
-    members: tuple[PredictiveStatistics | TriedStatistics, ...]
-    priors: tuple[Tensor, ...]
-
-    @property
-    def columns(self) -> Columns:
-        """List all members' tensors with a row for each example."""
-        return tuple(column for member in self.members for column in member.columns)
-
-    @property
-    def targets(self) -> Tensor | None:
-        """Return the targets, which all members have alike."""
-        return self.members[0].targets
-
-    def of(self, columns: Columns) -> MixtureStatistics:
-        """Return `columns` of other examples of the same fits."""
-        left = iter(columns)
-        members = [
-            member.of(tuple(islice(left, len(member.columns))))
-            for member in self.members
-        ]
-        return replace(self, members=tuple(members))
-
-    def moments(self, factor: float | Tensor) -> MixtureMoments:
-        """Compute moments with the members' prior precisions multiplied by a factor."""
-        factor = as_tensor(factor)
-        of_members = [
-            member.moments(multiply_prior(prior, factor))
-            for member, prior in zip(self.members, self.priors, strict=True)
-        ]
-        return MixtureMoments(tuple(of_members))
-
-
-def multiply_prior(prior: Tensor, factor: Tensor) -> Tensor:
-    """Multiply a member's prior precision by a mixture's factor."""
-    return factor.to(prior) * prior
+    members: Sequence[PredictiveStatistics]
 
 
 def join_statistics(parts: Sequence[Any]) -> Any:

@@ -33,10 +33,10 @@ from laplace_lora_ext.predictive.posterior import (
 from laplace_lora_ext.predictive.statistics import (
     MixtureStatistics,
     PredictiveStatistics,
+    TriedStatistics,
     contrasts_for,
     has_statistics,
     join_statistics,
-    multiply_prior,
     of_present_fit,
     statistics_of_batch,
 )
@@ -76,6 +76,9 @@ A_NAT = 1.0
 
 _EXACT = 1e-6  # in the logarithm of the scale
 _SEED = 0  # of draws, which are the same for all examples, priors and scales
+
+# Statistics of some examples, by each member.
+_Portion = Sequence[PredictiveStatistics | TriedStatistics]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -209,13 +212,15 @@ class GridSearch(GridMethod):
             if members[0].task.has_noise:
                 members[0].sigma_noise = torch.ones(())  # see `NoiseSquares`
                 grid = unit_of_priors(members[0]) * grid
+        # The members' at each point.
+        priors = [[point.to(prior) * prior for prior in own] for point in grid]
         data = self.val_loader
         if isinstance(data, PredictiveStatistics | MixtureStatistics):
-            summed = [_sum_losses(grid, score, members, self._given(members, own))]
+            summed = [_sum_losses(priors, score, members, self._given(members))]
         else:
             share = Share(data)
-            batches = self._of_batches(share, members, own, grid)
-            of_rank = _sum_losses(grid, score, members, _in_portions(batches))
+            batches = self._of_batches(share, members, priors)
+            of_rank = _sum_losses(priors, score, members, _in_portions(batches))
             share.refuse_copies()
             summed = gathered(of_rank)
         sums, counts = zip(*summed, strict=True)
@@ -235,9 +240,7 @@ class GridSearch(GridMethod):
         noise = noises.square().mean().sqrt().item()
         return NoiseSquares(members[0].n_outputs, noise)
 
-    def _given(
-        self, members: Sequence[Posterior], own: Sequence[Tensor]
-    ) -> Iterator[MixtureStatistics]:
+    def _given(self, members: Sequence[Posterior]) -> Iterator[_Portion]:
         """Yield the given statistics, some rows at a time."""
         data: Any = self.val_loader
         parts = data.members if isinstance(data, MixtureStatistics) else [data]
@@ -245,38 +248,32 @@ class GridSearch(GridMethod):
             of_present_fit(member, part, self.link_approx)
             for member, part in zip(members, parts, strict=True)
         ]
-        statistics = MixtureStatistics(tuple(given), tuple(own))
-        starts = range(0, len(statistics), _ROWS)
+        starts = range(0, len(given[0]), _ROWS)
         for start in tqdm.tqdm(starts, "[Grid search]", disable=not self.progress_bar):
-            yield statistics[start : start + _ROWS]
+            yield [each[start : start + _ROWS] for each in given]
 
     def _of_batches(
         self,
         share: Share,
         members: Sequence[Posterior],
-        own: Sequence[Tensor],
-        grid: Tensor,
-    ) -> Iterator[MixtureStatistics]:
-        """Pass over the data; yield each batch's statistics for factors of priors."""
+        priors: Sequence[Sequence[Tensor]],
+    ) -> Iterator[_Portion]:
+        """Pass over the data; yield each batch's statistics for the priors."""
 
-        def of_batch(batch: Any) -> MixtureStatistics:
-            of_members = [
+        def of_batch(batch: Any) -> _Portion:
+            return [
                 statistics_of_batch(
-                    member,
-                    batch,
-                    contrasts_for(member, self.link_approx),
-                    priors=[multiply_prior(prior, point) for point in grid],
+                    member, batch, contrasts_for(member, self.link_approx), priors=own
                 )
-                for member, prior in zip(members, own, strict=True)
+                for member, own in zip(members, zip(*priors, strict=True), strict=True)
             ]
-            return MixtureStatistics(tuple(of_members), tuple(own))
 
         title = "[Predictive statistics]"
         owners = members[0].model.owners
-        for statistics, _ in batch_by_batch(
-            share, of_batch, len, title, self.progress_bar, owners
+        for portion, _ in batch_by_batch(
+            share, of_batch, title, self.progress_bar, owners
         ):
-            yield statistics
+            yield portion
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -342,37 +339,42 @@ class TokenGridSearch(GridMethod):
         return history
 
 
-def _in_portions(batches: Iterable[MixtureStatistics]) -> Iterator[MixtureStatistics]:
+def _in_portions(batches: Iterable[_Portion]) -> Iterator[_Portion]:
     """Join batches, so that a point is not predicted more often than needed."""
-    waiting: list[MixtureStatistics] = []
+    waiting: list[_Portion] = []
+
+    def joined() -> _Portion:
+        return [join_statistics(of_member) for of_member in zip(*waiting, strict=True)]
+
     for batch in batches:
         waiting.append(batch)
-        if sum(map(len, waiting)) >= _ROWS:
-            joined = join_statistics(waiting)
+        if sum(len(each[0]) for each in waiting) >= _ROWS:
+            portion = joined()
             waiting.clear()
-            yield joined
+            yield portion
     if waiting:
-        yield join_statistics(waiting)
+        yield joined()
 
 
 def _sum_losses(
-    grid: Tensor,
+    priors: Sequence[Sequence[Tensor]],
     score: Likelihoods | NoiseSquares,
     members: Sequence[Posterior],
-    portions: Iterable[MixtureStatistics],
+    portions: Iterable[_Portion],
 ) -> tuple[Tensor, int]:
-    """Sum examples' losses at every point of a grid, `(T, K)`, and count them."""
-    total = torch.zeros(len(grid), score.n_terms, dtype=torch.float64)
+    """Sum examples' losses under every point's priors, `(T, K)`, and count them."""
+    total = torch.zeros(len(priors), score.n_terms, dtype=torch.float64)
     n_examples = 0
-    for statistics in portions:
-        targets = statistics.required_targets()
-        for point, of_point in zip(grid, total, strict=True):
+    for portion in portions:
+        targets = portion[0].required_targets()
+        for own, of_point in zip(priors, total, strict=True):
             try:
-                of_members = statistics.moments(point).members
-                of_point += score.terms(members, of_members, targets).sum(0).cpu()
+                by_member = zip(portion, own, strict=True)
+                moments = [each.moments(prior) for each, prior in by_member]
+                of_point += score.terms(members, moments, targets).sum(0).cpu()
             except LinAlgError:
                 of_point += math.inf  # as for the host
-        n_examples += len(statistics)
+        n_examples += len(targets)
     return total, n_examples
 
 
