@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import copy
 from functools import cache, partial
 from pathlib import Path
@@ -28,9 +27,8 @@ from laplace_lora_ext.tasks.task import Task
 from laplace_lora_ext.training.trainers import (
     Examples,
     peft_model_of,
-    restored,
     train_with,
-    with_attributes,
+    without_trace,
 )
 
 STEPS = 0.3
@@ -63,7 +61,7 @@ def distill(
     model, task = first.model, first.task
     peft_model = peft_model_of(trainer, model)
     folder = Path(trainer.args.output_dir)
-    with restored(trainer), own_adapter_back(peft_model):
+    with without_trace(trainer), own_adapter_back(peft_model):
         add_copy(peft_model, first.blocks[0].adapter, adapter_name)
         # A head of its own can be scaled once for all; what has none learns its scale
         # by training.
@@ -84,8 +82,8 @@ def distill(
             # Weight and bias both scale the logits.
             for weight in head:
                 weight.requires_grad_(False).mul_(scale)
-        with _teaching(trainer, model, task):
-            train_with(trainer, records, STEPS, folder / adapter_name)
+        _teach(trainer, model, task)
+        train_with(trainer, records, STEPS, folder / adapter_name)
         if trainer.args.should_save:
             written = write_adapter(peft_model, adapter_name, {}, folder)
             if trainer.processing_class is not None:
@@ -185,11 +183,10 @@ def _text(columns: Mapping[str, Tensor], row: int) -> Record:
     return record
 
 
-@contextmanager
-def _teaching(trainer: Any, model: LogitsModel, task: Task) -> Iterator[None]:
-    """Give a trainer a student's loss within, and batches of taught texts.
+def _teach(trainer: Any, model: LogitsModel, task: Task) -> None:
+    """Give a trainer a student's loss, and batches of taught texts.
 
-    Nothing is evaluated meanwhile, since the user's own data suit neither.
+    It evaluates nothing, since the user's own data suit neither.
     """
     args = copy(trainer.args)
     # The trainer knows nothing of the column that a student learns.
@@ -212,18 +209,13 @@ def _teaching(trainer: Any, model: LogitsModel, task: Task) -> Iterator[None]:
                 log_p = task.class_logits(student(inputs)).log_softmax(-1)
         return kl_div(log_p, targets.to(log_p), reduction="batchmean")
 
-    with with_attributes(
-        trainer,
-        args=args,
-        data_collator=partial(_collate, pad_token(model.transformer) or 0),
-        compute_loss=compute_loss,
-        compute_loss_func=None,
-        # So the trainer divides the loss by the number of accumulated steps; which of
-        # these tells it depends on the release of transformers.
-        model_accepts_loss_kwargs=False,
-        loss_is_scaled_for_ga=False,
-    ):
-        yield
+    trainer.args = args
+    trainer.data_collator = partial(_collate, pad_token(model.transformer) or 0)
+    trainer.compute_loss = compute_loss
+    trainer.compute_loss_func = None
+    # So the trainer divides the loss by the number of accumulated steps; which of these
+    # tells it depends on the release of transformers.
+    trainer.model_accepts_loss_kwargs = trainer.loss_is_scaled_for_ga = False
 
 
 def _collate(padding: int, records: Sequence[Record]) -> Record:

@@ -48,7 +48,8 @@ def loader_of(trainer: Any, examples: Any) -> DataLoader:
     evaluation.
     """
     # The trainer makes the loader, since it alone knows which columns its model takes.
-    with with_attributes(trainer, train_dataset=examples):
+    with as_before(trainer):
+        trainer.train_dataset = examples
         of_training = trainer.get_train_dataloader()
     if len(of_training.dataset) != len(examples):
         raise ValueError(
@@ -155,8 +156,8 @@ def train_with(
     """Train a trainer's model with an optimizer and a schedule of their own.
 
     It trains on some of its training data, for a share of the steps of a training on
-    all of them, with checkpoints in a folder; one of these is where to go on.
-    Arguments, data and callbacks are the user's again afterwards, also after an error.
+    all of them, with checkpoints in a folder; one of these is where to go on. The
+    trainer then has the training's state, and all else as before.
     """
     args = copy(trainer.args)
     args.output_dir = str(folder)
@@ -170,21 +171,20 @@ def train_with(
     # Below 1, transformers takes the number for a share of all steps.
     if args.warmup_steps >= 1:
         args.warmup_steps = round(share_of_steps * args.warmup_steps)
-    for callback in callbacks:
-        trainer.add_callback(callback)
-    _forget_optimizer(trainer)
-    # A wrapper knows the weights that were trained before.
-    trainer.model_wrapped = trainer.model
-    try:
-        with with_attributes(trainer, args=args, train_dataset=examples):
-            trainer.train(
-                resume_from_checkpoint=None if checkpoint is None else str(checkpoint)
-            )
-    finally:
-        for callback in callbacks:
-            trainer.remove_callback(callback)
-        _forget_optimizer(trainer)
-    best = trainer.state.best_model_checkpoint
+    handler = copy(trainer.callback_handler)
+    handler.callbacks = [*handler.callbacks, *callbacks]
+    with as_before(trainer):
+        trainer.args, trainer.train_dataset = args, examples
+        trainer.callback_handler = handler
+        trainer.optimizer = trainer.lr_scheduler = None
+        # A wrapper knows the weights that were trained before.
+        trainer.model_wrapped = trainer.model
+        trainer.train(
+            resume_from_checkpoint=None if checkpoint is None else str(checkpoint)
+        )
+        state = trainer.state
+    trainer.state = state
+    best = state.best_model_checkpoint
     if args.load_best_model_at_end and best:
         # The trainer has read "default", which PEFT saves beside the other adapters'
         # folders.
@@ -192,54 +192,31 @@ def train_with(
         read_adapter(model, str(model.active_adapter), Path(best))
 
 
-def _forget_optimizer(trainer: Any) -> None:
-    """Let a trainer make an optimizer and a schedule when it next trains."""
-    trainer.optimizer = None
-    trainer.lr_scheduler = None
-
-
 @contextmanager
-def with_attributes(trainer: Any, **values: Any) -> Iterator[None]:
-    """Give a trainer some attributes within, and its own back afterwards."""
-    attributes = vars(trainer)
-    before = {name: attributes[name] for name in values if name in attributes}
-    attributes.update(values)
+def as_before(trainer: Any) -> Iterator[None]:
+    """Give a trainer the attributes again that it has now."""
+    attributes = dict(vars(trainer))
     try:
         yield
     finally:
-        # A trainer's methods are its class's: an attribute put back would hide later
-        # changes.
-        for name in values:
-            del attributes[name]
-        attributes.update(before)
+        vars(trainer).clear()
+        vars(trainer).update(attributes)
 
 
 @contextmanager
-def restored(trainer: Any) -> Iterator[None]:
-    """Restore a trainer, its callbacks, mode and random states at the end.
+def without_trace(trainer: Any) -> Iterator[None]:
+    """Restore a trainer, its model's mode and random states; copies of callbacks act.
 
-    Attributes count, and what is in lists and dictionaries among them. Flags, and what
-    an accelerator holds, are set anew by each training.
+    Each training makes a state of its own.
     """
-    parts = (trainer, trainer.state, *trainer.callback_handler.callbacks)
-    held = [
-        (container, copy(container))
-        for part in parts
-        for container in (vars(part), *vars(part).values())
-        if type(container) in (dict, list)
-    ]
+    handler = copy(trainer.callback_handler)
+    handler.callbacks = list(map(copy, handler.callbacks))
     modes = {module: module.training for module in trainer.model.modules()}
     try:
-        with same_random_states():
+        with as_before(trainer), same_random_states():
+            trainer.callback_handler = handler
             yield
     finally:
-        for container, before in held:
-            # In place: others may refer to it.
-            container.clear()
-            if isinstance(container, dict):
-                container.update(before)
-            else:
-                container.extend(before)
         for module, training in modes.items():
             # Not `train`, which would change the modules within too.
             module.training = training

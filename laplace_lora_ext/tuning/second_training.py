@@ -19,8 +19,8 @@ from laplace_lora_ext.predictive.posterior import Members, Posterior
 from laplace_lora_ext.training.trainers import (
     Examples,
     peft_model_of,
-    restored,
     train_with,
+    without_trace,
 )
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
@@ -139,7 +139,7 @@ class SecondTraining(TuningMethod):
         """Let the trainer train a new adapter of the fitted model."""
         model = peft_model_of(self.trainer, la.model)
         fitted_adapter = la.blocks[0].adapter
-        with restored(self.trainer):
+        with without_trace(self.trainer):
             # Not the seed of the first training, whose weights the new ones would begin
             # with.
             set_seed(self.trainer.args.seed + 1)

@@ -48,19 +48,9 @@ class Watch(TrainerCallback):
     """Remembers each training's data, rates, and optimizer's memory."""
 
     def __init__(self) -> None:
-        data: list[Any] = []
-        steps: list[list[tuple[float, int]]] = []
-        # Not among its attributes, which are restored after a training that leaves no
-        # trace.
-        self._seen = lambda: (data, steps)
-
-    @property
-    def data(self) -> list[Any]:
-        return self._seen()[0]
-
-    @property
-    def steps(self) -> list[list[tuple[float, int]]]:
-        return self._seen()[1]
+        # A copy adds to the same lists.
+        self.data: list[Any] = []
+        self.steps: list[list[tuple[float, int]]] = []
 
     def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
         self.data.append(train_dataloader.dataset)

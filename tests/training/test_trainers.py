@@ -7,15 +7,11 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    LlamaForSequenceClassification,
-    ProgressCallback,
-    TrainerCallback,
-)
+from transformers import LlamaForSequenceClassification, ProgressCallback
 
 from laplace_lora_ext import Laplace, train_in_stages
 from laplace_lora_ext.models.lora_layers import is_untrained
-from laplace_lora_ext.training.trainers import loader_of, restored, train_with
+from laplace_lora_ext.training.trainers import loader_of, train_with, without_trace
 from tests.support.models import VOCABULARY, llama
 from tests.support.posteriors import fitted
 from tests.support.ranks import Texts
@@ -47,40 +43,26 @@ def test_batches_are_those_of_training_once_and_in_order(tmp_path):
 # --- what a training leaves -----------------------------------------------------------
 
 
-class Keeping(TrainerCallback):
-    """Has containers that each step adds to."""
-
-    def __init__(self) -> None:
-        self.steps = []
-        self.losses = {}
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.steps.append(state.global_step)
-        self.losses[state.global_step] = "a step"
-
-
 # What a training sets of a trainer.
 KEPT = ("args", "state", "optimizer", "lr_scheduler", "train_dataset", "model_wrapped")
 
 
 def test_afterwards_a_trainer_and_its_callbacks_are_as_before(tmp_path):
-    keeping = Keeping()
     # With its bar, which keeps what it shows.
-    trainer = trainer_of(tmp_path, keeping, max_steps=2, disable_tqdm=False)
+    trainer = trainer_of(tmp_path, max_steps=2, disable_tqdm=False)
     trainer.train()
     callbacks = trainer.callback_handler.callbacks
     (bar,) = [each for each in callbacks if isinstance(each, ProgressCallback)]
     bar.training_bar = "of the training that goes on"
-    lists = keeping.steps, trainer.state.log_history
+    trainer.model_wrapped = "around weights that were trained before"
     before = [getattr(trainer, name) for name in KEPT]
-    contents = [*map(list, lists), dict(keeping.losses)]
-    with restored(trainer):
-        trainer.state.log_history.clear()
+    log = list(trainer.state.log_history)
+    with without_trace(trainer):
         train_with(trainer, Texts(8), 2.0, Path(tmp_path, "again"))
     assert (tmp_path / "again" / "checkpoint-4").exists()
     assert [getattr(trainer, name) for name in KEPT] == before
+    assert trainer.state.log_history == log
     assert bar.training_bar == "of the training that goes on"
-    assert [*lists, keeping.losses] == contents
 
 
 def test_a_second_training_has_an_adapter_of_its_own(tmp_path):
