@@ -97,23 +97,6 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             self._posterior_scale = kept
         return kept[1]
 
-    @exclusive
-    def sample(
-        self, n_samples: int = 100, generator: torch.Generator | None = None
-    ) -> Tensor:
-        # S draws of one call are those of S calls.
-        noise = [
-            torch.randn(
-                self.n_params,
-                device=self._device,
-                dtype=self._dtype,
-                generator=generator,
-            )
-            for _ in range(n_samples)
-        ]
-        with torch.autocast(self._device.type, enabled=False):
-            return self.mean + self.posterior_precision.bmm(torch.stack(noise), -0.5)
-
     def _linearised(
         self, part: Any, joint: bool, directions: Directions
     ) -> tuple[Tensor, Tensor]:
