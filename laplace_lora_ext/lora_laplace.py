@@ -44,9 +44,7 @@ from laplace_lora_ext.predictive.moments import (
 )
 from laplace_lora_ext.predictive.posterior import (
     WITHOUT_VARIANCE,
-    Function,
     Posterior,
-    check_is_batch,
     drawn_functions,
     drawn_weights,
     in_turn,
@@ -693,7 +691,7 @@ class LoRALaplace(Posterior, Predictor):
         return amortize(self, loader, unlabelled, progress_bar, generator)
 
     @exclusive
-    def function(self, seed: int, pred_type: str = "glm") -> Function:
+    def function(self, seed: int, pred_type: str = "glm") -> Callable[[Any], Tensor]:
         """Draw one function from the posterior, the same for all batches.
 
         Values of different inputs vary together as the posterior says, which a batch's
@@ -826,7 +824,6 @@ class LoRALaplace(Posterior, Predictor):
         self, X: Any, n_samples: int = 100, generator: torch.Generator | None = None
     ) -> Tensor:
         """Compute scaled logits `(S, B, C)` under draws of the weights."""
-        check_is_batch(X, "nn")
         check_counts(n_samples=n_samples)
         samples: list[Tensor] = []
         with self.model.forward_passes():

@@ -18,13 +18,12 @@ from laplace_lora_ext.models.swapping import Swapping
 from laplace_lora_ext.models.weights import are_in_place
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.learnt_variance import LearntVariance, log_variances
-from laplace_lora_ext.predictive.moments import Moments
+from laplace_lora_ext.predictive.moments import Contrasts, Moments
 from laplace_lora_ext.predictive.posterior import (
     Posterior,
-    check_is_batch,
     logits_with,
-    moments_of_model,
     of_classes,
+    sees_differences,
 )
 from laplace_lora_ext.processes.exchange import together
 from laplace_lora_ext.processes.shards import join_batches
@@ -182,13 +181,23 @@ def _precision(model: LogitsModel) -> float:
 def moments_for(
     la: Posterior, x: Any, link_approx: str, pred_type: str = "glm"
 ) -> Moments:
-    """Return moments of scaled logits for a link, exact ones or learnt ones."""
+    """Return moments of scaled logits for a link, exact ones or learnt ones.
+
+    Given `Moments` serve every link, unless they are those of differences. Links that
+    only see differences of logits get those from the most probable logit, by a pass for
+    each of `Contrasts`. All other links get all logits, by C passes. Labels become two
+    classes each: `(B, K, 2)` and `(B, K, 2, 2)`.
+    """
     check_name("pred_type", pred_type, ["glm", "amortized"])
-    if pred_type == "glm":
-        return moments_of_model(la, x, link_approx).scaled(la.logit_scale)
-    moments, task = amortized_moments(la, x), la.task.predicted
-    if task.has_noise:  # whose density needs a covariance
-        moments = moments.semidefinite()
+    task = la.task.predicted
+    if pred_type == "amortized":
+        moments = amortized_moments(la, x)
+        if task.has_noise:  # whose density needs a covariance
+            moments = moments.semidefinite()
+    else:
+        is_of_some = sees_differences(la, link_approx)
+        contrasts = Contrasts(la.n_contrasts) if is_of_some else None
+        moments = la._moments(x, contrasts=contrasts)
     return of_classes(task, moments).scaled(la.logit_scale)
 
 
@@ -199,7 +208,6 @@ def amortized_moments(la: Posterior, x: Any) -> Moments:
     `ValueError` if nothing was learnt, or the fit or the prior precision has changed
     since.
     """
-    check_is_batch(x, "amortized")
     la.check_model()
     learnt = la.learnt_variance
     if learnt is None:

@@ -28,10 +28,6 @@ WITHOUT_VARIANCE = 1e12
 _NUMBERS = 2**24
 
 
-Function = Callable[[Any], Tensor]
-"""Takes a batch, and returns its logits or numbers `(B, C)`."""
-
-
 @dataclass(frozen=True, eq=False)
 class Hyperparameters:
     """What a search sets, all at once, named as the attributes of a posterior.
@@ -217,19 +213,6 @@ def directions_of(la: Posterior, contrasts: Contrasts | None) -> tuple[Direction
     return contrasts.directions, contrasts.most(la.n_outputs)
 
 
-def moments_of_model(la: Posterior, x: Any, link_approx: str) -> Moments:
-    """Compute a batch's moments for a link, by as few passes as it needs.
-
-    Given `Moments` serve every link, unless they are those of differences. Links that
-    only see differences of logits get those from the most probable logit, by a pass for
-    each of `Contrasts`. All other links get all logits, by C passes. The logits are the
-    model's, which `logit_scale` has not multiplied. Labels become two classes each:
-    `(B, K, 2)` and `(B, K, 2, 2)`.
-    """
-    contrasts = Contrasts(la.n_contrasts) if sees_differences(la, link_approx) else None
-    return of_classes(la.task.predicted, la._moments(x, contrasts=contrasts))
-
-
 def sees_differences(la: Posterior, link_approx: str) -> bool:
     """Tell whether a link depends on differences of outputs alone."""
     is_softmax = la.task.predicted.sees_differences and la.n_outputs > 1
@@ -260,14 +243,6 @@ def logits_with(la: Posterior, weights: Tensor, x: Any) -> Tensor:
     (values,) = values_of(la.blocks, weights[None])
     with la.model.forward_passes(), replace_weights(la.blocks, values):
         return la.model(x)
-
-
-def check_is_batch(x: Any, pred_type: str) -> None:
-    """Refuse moments where inputs are needed."""
-    if isinstance(x, Moments):
-        raise ValueError(
-            f'Moments hold no inputs: pass a batch for pred_type="{pred_type}".'
-        )
 
 
 # --- drawn functions ------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from laplace_lora_ext.curvature.kron import LinAlgError
 from laplace_lora_ext.messages import check_name, warn
+from laplace_lora_ext.predictive.amortization import moments_for
 from laplace_lora_ext.predictive.data_sets import (
     NO_DATA,
     Columns,
@@ -24,12 +25,7 @@ from laplace_lora_ext.predictive.data_sets import (
 )
 from laplace_lora_ext.predictive.links import DEFAULT_LINK, LINKS, log_probabilities
 from laplace_lora_ext.predictive.moments import Moments, mix_moments
-from laplace_lora_ext.predictive.posterior import (
-    WITHOUT_VARIANCE,
-    Members,
-    Posterior,
-    moments_of_model,
-)
+from laplace_lora_ext.predictive.posterior import WITHOUT_VARIANCE, Members, Posterior
 from laplace_lora_ext.predictive.statistics import (
     MixtureStatistics,
     PredictiveStatistics,
@@ -475,7 +471,7 @@ class Likelihoods:
         """Compute each example's losses `(N, S)` in float64, from members' moments."""
         link = self.link_approx
         of_members = [
-            moments_of_model(member, own, link).scaled(member.logit_scale)
+            moments_for(member, own, link)
             for member, own in zip(members, moments, strict=True)
         ]
         losses: list[Tensor] = []
@@ -557,7 +553,7 @@ class NoiseSquares:
         A `torch.linalg.LinAlgError` if rounding left no covariance.
         """
         by_member = zip(members, moments, strict=True)
-        pairs = [moments_of_model(*member, "probit") for member in by_member]
+        pairs = [moments_for(*member, "probit") for member in by_member]
         means, covariances = (torch.stack(parts) for parts in zip(*pairs, strict=True))
         mean, covariance = mix_moments(means.double(), covariances.double())
         residuals = targets.to(mean.device).double() - mean

@@ -235,10 +235,6 @@ REFUSED = [
         "unlabelled .shuffled. is none",
     ),
     (lambda la, _: la(PACKED, **AMORTIZED), "packed"),
-    (
-        lambda la, batches: la(la.predictive_moments(batches[0]), **AMORTIZED),
-        "no inputs",
-    ),
     (lambda la, batches: la.predict(batches[0], pred_type="nn"), "pred_type"),
     (lambda *_: make(plain_model()).amortize([inputs(4, seed=1)]), "fit"),
     (lambda _, batches: fitted_text().amortize(batches), "not language_modeling"),

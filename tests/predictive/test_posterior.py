@@ -128,7 +128,6 @@ def test_what_can_not_be_drawn_is_refused():
         (lambda: la.functional_samples(X, "nn", joint=True), "joint"),
         # Learnt variances belong to no weights.
         (lambda: la.function(SEED, pred_type="amortized"), "amortized"),
-        (lambda: la(moments, pred_type="nn"), "inputs"),
         (lambda: la.predictive_moments(moments, joint=True), "inputs"),
     ]:
         with pytest.raises(ValueError, match=message):
