@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import AutoTokenizer
@@ -170,7 +171,12 @@ def test_answers_and_choices_want_each_their_own_batches(gpt2):
 @pytest.fixture
 def tokenizer(tmp_path):
     write_adapter(tmp_path, "gpt2")
-    return AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    # Whole texts begin with a special token.
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="[UNK] $A", special_tokens=[("[UNK]", 1)]
+    )
+    return tokenizer
 
 
 def test_class_texts_are_tokenized_as_they_stand(gpt2, tokenizer):
@@ -198,7 +204,8 @@ FEATURES = [
 def test_a_collator_makes_batches_of_choices(gpt2, tokenizer):
     batch = DataCollatorForChoices(tokenizer)(FEATURES)
     prompts = [tokenizer(each["prompt"])["input_ids"] for each in FEATURES]
-    choices = [tokenizer(each["choices"])["input_ids"] for each in FEATURES]
+    plain = partial(tokenizer, add_special_tokens=False)
+    choices = [plain(each["choices"])["input_ids"] for each in FEATURES]
     for key, value in choices_batch(prompts, choices).items():
         assert torch.equal(batch[key], value)
     assert batch["labels"].tolist() == [1, 0]
@@ -206,7 +213,7 @@ def test_a_collator_makes_batches_of_choices(gpt2, tokenizer):
     assert LogitsModel(gpt2)(batch).shape == (2, 2)
     # Prompts are cut at their start.
     batch = DataCollatorForChoices(tokenizer, max_length=5)(FEATURES)
-    kept = tokenizer("which one ? B C")["input_ids"]
+    kept = plain("which one ? B C")["input_ids"]
     assert batch["input_ids"][0, 1].tolist() == kept
     # The longest choice has three tokens.
     with pytest.raises(ValueError, match="raise it"):
