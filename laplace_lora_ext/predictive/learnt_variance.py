@@ -238,12 +238,7 @@ def ridge(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
     s_k² / (s_k² + penalty)` is the leverage with a free intercept.
     """
     U, s, Vt = torch.linalg.svd(X, full_matrices=False)
-    # As numpy's `matrix_rank`: what is smaller is rounding.
-    rounding = max(X.shape) * torch.finfo(s.dtype).eps
-    is_kept = s > rounding * s[:1]
-    s = s[is_kept]
-    U = U[:, is_kept]
-    Vt = Vt[is_kept]
+    # Next to the smallest penalty, what rounding makes of 0 is nothing.
     squares = s.square()
     # The targets in the span of the features, and what no features explain.
     along = U.mT @ Y
@@ -257,8 +252,7 @@ def ridge(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
         not_leverage = free + leverages @ shrunk_away
         return residuals / not_leverage[:, None]
 
-    # There is none where all features are constant.
-    largest = squares[0] if len(squares) else 1.0
+    largest = squares[0] or 1.0  # where all features are constant
     best = min(PENALTIES * largest, key=lambda each: errors(each).square().mean())
     coefficients = s / (squares + best)
     weights = Vt.mT @ (coefficients[:, None] * along)
