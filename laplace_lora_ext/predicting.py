@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from laplace_lora_ext.predictive.links import (
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.posterior import (
     Hyperparameters,
-    Members,
+    Posterior,
     drawn_weights,
     in_turn,
 )
@@ -37,9 +37,22 @@ from laplace_lora_ext.processes.shards import Columns, join_batches
 from laplace_lora_ext.training import students
 
 
-class Predictor(Members):
-    """What predicts, with all that a posterior and a mixture do alike."""
+class Predictor:
+    """What predicts: a posterior by itself, or a mixture by the mean of its members.
 
+    Attributes
+    ----------
+    members : sequence of LoRALaplace
+        alike in what they predict
+    prior_precision : torch.Tensor
+        `(1,)`, `(blocks,)` or `(parameters,)`; of a mixture `(1,)`, a factor
+    logit_scale : float
+        what predictions multiply the logits by
+    """
+
+    members: Sequence[Posterior]
+    prior_precision: Any
+    logit_scale: Any
     __call__: Callable[..., Any]
     _searched = ("prior_precision", "logit_scale")  # what a search sets
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -47,29 +47,7 @@ class Hyperparameters:
     sigma_noise: Tensor | float | None = None
 
 
-class Members:
-    """What predicts: a posterior by itself, or a mixture by the mean of its members.
-
-    Attributes
-    ----------
-    members : sequence of LoRALaplace
-        alike in what they predict
-    prior_precision : torch.Tensor
-        `(1,)`, `(blocks,)` or `(parameters,)`; of a mixture `(1,)`, a factor
-    logit_scale : float
-        what predictions multiply the logits by
-    hyperparameters : Hyperparameters
-        what a search sets
-    """
-
-    members: Sequence[Posterior]
-    prior_precision: Any
-    logit_scale: Any
-    hyperparameters: Any
-    score: Callable[..., Any]
-
-
-class Posterior(ParametricLaplace, Members):
+class Posterior(ParametricLaplace):
     """The host's posterior around one model, as far as other files need it.
 
     Attributes
@@ -123,7 +101,7 @@ class Posterior(ParametricLaplace, Members):
 
     fit: Callable[..., None]
     predictive_statistics: Callable[..., Any]  # which "lowrank_kron" alone has
-    for_model: Callable[[nn.Module], Posterior]
+    for_model: Callable[[nn.Module], Any]  # of the same class
 
     def check_model(self) -> None:
         """Refuse a model that has changed since the fit."""

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from laplace_lora_ext.messages import warn
+from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.links import DEFAULT_LINK
 from laplace_lora_ext.predictive.moments import gaussian_samples, standard_normal
-from laplace_lora_ext.predictive.posterior import Members, Posterior, of_classes
+from laplace_lora_ext.predictive.posterior import Posterior, of_classes
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.exchange import count
 from laplace_lora_ext.processes.shards import (
@@ -105,7 +106,7 @@ class Agreement(TuningMethod):
     max_examples: int = 2000
     generator: torch.Generator | None = None
 
-    def _search(self, la: Members) -> TuningHistory:
+    def _search(self, la: Predictor) -> TuningHistory:
         (posterior,) = la.members
         start = self._start(la)
         change = self._change(posterior)

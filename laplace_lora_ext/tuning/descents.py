@@ -12,9 +12,10 @@ import tqdm
 from torch import Tensor
 
 from laplace_lora_ext.messages import check_name, warn
+from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.links import DEFAULT_LINK, LINKS, log_probabilities
 from laplace_lora_ext.predictive.moments import draw_seed
-from laplace_lora_ext.predictive.posterior import Members, of_classes
+from laplace_lora_ext.predictive.posterior import of_classes
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.method import (
     Trial,
@@ -40,7 +41,7 @@ class _Descent(TuningMethod):
     n_steps: int = 1000
     lr: float = 0.1
 
-    def _leaves(self, la: Members) -> tuple[Tensor, Callable[[], Tensor]]:
+    def _leaves(self, la: Predictor) -> tuple[Tensor, Callable[[], Tensor]]:
         """Return what a descent changes, and a function that makes a prior of it.
 
         These are logarithms of factors, one for each kind of weight or as many as the
@@ -100,7 +101,7 @@ class Marglik(_Descent):
 
     tolerance: float = 1e-3
 
-    def _search(self, la: Members) -> TuningHistory:
+    def _search(self, la: Predictor) -> TuningHistory:
         (posterior,) = la.members
         logarithms, prior = self._leaves(la)
         optimizer = torch.optim.Rprop([logarithms], lr=self.lr, step_sizes=(1e-6, 1.0))
@@ -192,7 +193,7 @@ class ValGD(_Descent):
         super().__post_init__()
         check_name("link_approx", self.link_approx, LINKS)
 
-    def _search(self, la: Members) -> TuningHistory:
+    def _search(self, la: Predictor) -> TuningHistory:
         """Descend along stochastic gradients in the logarithms of the prior.
 
         Unlike the paper's constant step size, this one falls to 0 along half a cosine,

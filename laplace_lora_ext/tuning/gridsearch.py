@@ -16,6 +16,7 @@ from torch import Tensor
 
 from laplace_lora_ext.curvature.kron import LinAlgError
 from laplace_lora_ext.messages import check_name, warn
+from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.amortization import moments_for
 from laplace_lora_ext.predictive.data_sets import (
     NO_DATA,
@@ -25,7 +26,7 @@ from laplace_lora_ext.predictive.data_sets import (
 )
 from laplace_lora_ext.predictive.links import DEFAULT_LINK, LINKS, log_probabilities
 from laplace_lora_ext.predictive.moments import Moments, mix_moments
-from laplace_lora_ext.predictive.posterior import WITHOUT_VARIANCE, Members, Posterior
+from laplace_lora_ext.predictive.posterior import WITHOUT_VARIANCE, Posterior
 from laplace_lora_ext.predictive.statistics import (
     MixtureStatistics,
     PredictiveStatistics,
@@ -95,7 +96,7 @@ class GridMethod(TuningMethod):
     log_prior_prec_max: float = 4
     grid_size: int = 100
 
-    def _grid(self, la: Members, kinds: Tensor | None = None) -> Tensor:
+    def _grid(self, la: Predictor, kinds: Tensor | None = None) -> Tensor:
         """List the prior precisions to try, `(T,)` or `(T, blocks)`.
 
         Those of several kinds are all combinations of fewer numbers for each, so that
@@ -188,7 +189,7 @@ class GridSearch(GridMethod):
         super().__post_init__()
         check_name("link_approx", self.link_approx, LINKS)
 
-    def _search(self, la: Members) -> TuningHistory:
+    def _search(self, la: Predictor) -> TuningHistory:
         """Sum the examples' losses at every point of the grid, and choose one."""
         members = la.members
         for member in members:
@@ -320,7 +321,7 @@ class TokenGridSearch(GridMethod):
     grid_size: int = 13
 
     @torch.no_grad()
-    def _search(self, la: Members) -> TuningHistory:
+    def _search(self, la: Predictor) -> TuningHistory:
         seed = seed_of_search(self.generator)
         # Noise and texts are the same at every prior precision.
         share = Share.read_once(self.val_loader)
@@ -412,7 +413,9 @@ def _middle(prior_precision: Tensor) -> float:
     return prior_precision.log().mean().exp().item()
 
 
-def nll_of_tokens(la: Members, data: Any, n_samples: int = 10, seed: int = 0) -> float:
+def nll_of_tokens(
+    la: Predictor, data: Any, n_samples: int = 10, seed: int = 0
+) -> float:
     """Return the mean negative log-likelihood of a labelled token, in nats.
 
     It is that of the mixture over draws from the posterior, the same for all texts.

@@ -13,8 +13,9 @@ from torch import Tensor
 from laplace_lora_ext.curvature.decomposed import trace_of
 from laplace_lora_ext.messages import check_name
 from laplace_lora_ext.models.running import as_tensor, cpu_as_default
+from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.moments import draw_seed
-from laplace_lora_ext.predictive.posterior import Hyperparameters, Members, Posterior
+from laplace_lora_ext.predictive.posterior import Hyperparameters, Posterior
 from laplace_lora_ext.predictive.statistics import (
     PredictiveStatistics,
     has_statistics,
@@ -149,7 +150,7 @@ class TuningMethod:
         if self.prior_structure is not None:
             check_name("prior_structure", self.prior_structure, _STRUCTURES)
 
-    def __call__(self, la: Members) -> TuningHistory:
+    def __call__(self, la: Predictor) -> TuningHistory:
         """Choose the hyperparameters of a posterior, and set them."""
         history = self.choose(la)
         la.hyperparameters = history.chosen
@@ -157,7 +158,7 @@ class TuningMethod:
 
     @torch.inference_mode(False)  # what is kept must not be inference tensors
     @torch.enable_grad()
-    def choose(self, la: Members) -> TuningHistory:
+    def choose(self, la: Predictor) -> TuningHistory:
         """Choose without setting anything: `la` stays as it is."""
         with together(), cpu_as_default():
             # What a search tries, it sets on a copy.
@@ -169,7 +170,7 @@ class TuningMethod:
             told = of_first(replace(history, posteriors=()))
             return replace(told, posteriors=history.posteriors)
 
-    def _search(self, la: Members) -> TuningHistory:
+    def _search(self, la: Predictor) -> TuningHistory:
         """Choose for a copy of a posterior, whose attributes may change."""
         raise NotImplementedError
 
@@ -178,7 +179,7 @@ class TuningMethod:
         """Tell whether the user gave several numbers to start from."""
         return as_tensor(self.init_prior_prec).numel() > 1
 
-    def _kinds(self, la: Members) -> Tensor | None:
+    def _kinds(self, la: Predictor) -> Tensor | None:
         """Number each block's kind, `(blocks,)`, if each kind gets its own prior."""
         if len(la.members) > 1:  # a mixture has a common factor alone
             return None
@@ -189,7 +190,7 @@ class TuningMethod:
             return torch.tensor([in_order.index(name) for name in names])
         return None
 
-    def _start(self, la: Members) -> Tensor:
+    def _start(self, la: Predictor) -> Tensor:
         """Set the prior to the search's start; return it in float64.
 
         Its shape is `(1,)`, `(blocks,)` or `(parameters,)`.

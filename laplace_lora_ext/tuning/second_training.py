@@ -15,7 +15,8 @@ from transformers import set_seed
 
 from laplace_lora_ext.models.adapters import add_fresh_adapter, own_adapter_back
 from laplace_lora_ext.models.weights import flatten_weights
-from laplace_lora_ext.predictive.posterior import Members, Posterior
+from laplace_lora_ext.predicting import Predictor
+from laplace_lora_ext.predictive.posterior import Posterior
 from laplace_lora_ext.training.trainers import (
     Examples,
     peft_model_of,
@@ -94,7 +95,7 @@ class SecondTraining(TuningMethod):
                 "train_loader."
             )
 
-    def _search(self, la: Members) -> TuningHistory:
+    def _search(self, la: Predictor) -> TuningHistory:
         (fitted,) = la.members
         fitted.check_model()
         if self.trainer is not None:

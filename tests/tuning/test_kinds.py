@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext import Agreement, GridSearch, ValGD
-from laplace_lora_ext.predictive.posterior import Members
+from laplace_lora_ext.predicting import Predictor
 from tests.support.matrices import plain
 from tests.support.models import pairs
 from tests.support.posteriors import (
@@ -129,7 +129,7 @@ def test_pairs_are_tried_where_they_cost_little_or_are_asked_for(
 @pytest.mark.parametrize(("n_kinds", "n_points"), [(1, 100), (2, 25**2), (3, 8**3)])
 def test_more_kinds_have_fewer_points_each(n_kinds, n_points):
     kinds = torch.arange(4) % n_kinds
-    grid = GridSearch(val_loader=[])._grid(Members(), kinds)
+    grid = GridSearch(val_loader=[])._grid(Predictor(), kinds)
     assert grid.shape == (n_points, 4)
     assert len(grid[:, :n_kinds].unique(dim=0)) == n_points
     # From one end to the other, however few points there are.
