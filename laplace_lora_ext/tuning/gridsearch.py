@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import tqdm
 from scipy.interpolate import CubicSpline
-from scipy.optimize import OptimizeResult, minimize_scalar
+from scipy.special import logsumexp, softmax
 from torch import Tensor
 
 from laplace_lora_ext.curvature.kron import LinAlgError
@@ -61,17 +61,31 @@ LOGIT_SCALES = (*(5.0**_QUARTERS).tolist(), 20.0)
 Texts learnt by heart ask for temperatures of 5 to 11 (benchmarks/results/answers.md).
 """
 
-PENALTY = 4.0
-"""Times the squared logarithm of a scale above 1: what is added to the summed loss, in
-nats.
+# Where scales are weighed, between those at which losses are summed.
+_LOG_SCALES = np.linspace(
+    math.log(min(LOGIT_SCALES)), math.log(max(LOGIT_SCALES)), 1001
+)
 
-Chosen by draws of few texts, on tasks that settings are chosen on (docs/tried.md).
+PENALTIES = (0.25, 4.0)
+"""Times the squared logarithm of a scale, below 1 and above: what is added to the
+summed loss, in nats.
 """
 
-A_NAT = 1.0
-"""What all examples together must gain, in nats, for a posterior without variance."""
+USUAL_PRIOR = 2.0
+"""Where log10 of a prior precision is before any data: that many decades above the
+trace of the curvature for each example and output.
+"""
 
-_EXACT = 1e-6  # in the logarithm of the scale
+DECADES = 2.0
+"""Its standard deviation there."""
+
+NATS = 2.0
+"""What all examples together must gain for a posterior without variance.
+
+These numbers were chosen by draws of few texts, on tasks that settings are chosen on
+(docs/tried.md).
+"""
+
 _SEED = 0  # of draws, which are the same for all examples, priors and scales
 
 # Statistics of some examples, by each member.
@@ -123,14 +137,18 @@ class GridMethod(TuningMethod):
 class GridSearch(GridMethod):
     """Try a grid of scalars, or of factors of `init_prior_prec`, on validation data.
 
-    With each prior precision, the search tries scales of the logits from 0.04 to 20, by
-    the same Gaussian logits. It chooses the prior precision λ that the data expect: the
-    mean of log λ, where each λ weighs `exp(-summed loss)` at its best scale. With many
-    data that is the best λ; with few the best is a matter of luck. One more point, far
-    beyond the grid, has no variance to speak of: that is temperature scaling, and it is
-    chosen where it is better by more than a nat of all data. To the loss belongs a
-    penalty of 4 (log scale)² on scales above 1, which keeps few examples from asking
-    for much.
+    With each prior precision λ, the search tries scales s of the logits from 0.04 to
+    20, by the same Gaussian logits. Each pair weighs `exp(-summed loss)`, times how
+    likely it is before any data. Chosen is the mean of log λ, and for this λ the mean
+    of log s. With many data that is the best pair; with few the best is a matter of
+    luck. One more point, far beyond the grid, has no variance to speak of: that is
+    temperature scaling, and it is chosen where it is better by more than two nats of
+    all data.
+
+    Before any data log s is normal around 0, its standard deviation 0.35 above and 1.4
+    below: `exp(-4 (log s)²)` and `exp(-(log s)² / 4)`. So few examples that are all
+    right can't ask for much. And log10 λ is normal around that of 100 tr(H) / (N C),
+    with curvature H, N training examples and C outputs; its standard deviation is 2.
 
     Of a regression it chooses `la.sigma_noise` along with the prior precision λ. The
     grid is then of λ sigma_noise² in units of the mean squared slope of an output in
@@ -221,7 +239,10 @@ class GridSearch(GridMethod):
             share.refuse_copies()
             summed = gathered(of_rank)
         sums, counts = zip(*summed, strict=True)
-        history = expected_choice(grid, torch.stack(sums).sum(0), sum(counts), score)
+        log_priors = _log_priors(grid, members, own)
+        history = expected_choice(
+            grid, torch.stack(sums).sum(0), sum(counts), score, log_priors
+        )
         warn_at_ends(history)
         return history
 
@@ -375,6 +396,22 @@ def _sum_losses(
     return total, n_examples
 
 
+def _log_priors(
+    grid: Tensor, members: Sequence[Posterior], own: Sequence[Tensor]
+) -> Tensor:
+    """Compute how likely each factor `(T,)` of members' priors is before any data.
+
+    Of a regression all are alike.
+    """
+    logs = grid.reshape(len(grid), -1).double().log10().mean(1).cpu()
+    if members[0].task.has_noise:
+        return torch.zeros_like(logs)
+    for member, prior in zip(members, own, strict=True):
+        usual = USUAL_PRIOR + math.log10(unit_of_priors(member))
+        logs += (prior.double().log10().mean().cpu() - usual) / len(members)
+    return -((logs / DECADES) ** 2) / 2
+
+
 def warn_at_ends(history: TuningHistory) -> None:
     """Warn where the first or the last prior precision of a grid is the best."""
     losses = history.objective
@@ -440,10 +477,10 @@ class Likelihoods:
     is the prior alone: what is best of all priors and scales is no worse than either.
 
     Few examples say little of s: thirty that are all right would ask for a very large
-    one. So `scale_penalty` is added to the summed loss, which holds large scales back.
-    Small ones are free: models that have learnt their examples by heart are too sure,
-    as a rule, and to be less sure of a few examples does little harm. So where a search
-    ends without a variance, what it has chosen is the temperature itself.
+    one. So each s weighs `exp(-summed loss)`, and chosen is the mean of log s. And
+    `scale_penalty` is added to the summed loss, which holds large scales back. Small
+    ones are nearly free: models that have learnt their examples by heart are too sure,
+    as a rule, and to be less sure of a few examples does little harm.
 
     Parameters
     ----------
@@ -489,34 +526,32 @@ class Likelihoods:
             losses.append(members[0].task.nll(log_p, targets.to(log_p.device)))
         return torch.stack(losses, dim=1)
 
-    def best(self, prior_precision: Tensor, sums: Tensor, n_examples: int) -> Trial:
-        """Find the best scale of sums `(S,)`, also between those that were summed."""
+    def trial(self, prior_precision: Tensor, sums: Tensor, n_examples: int) -> Trial:
+        """Choose the scale that sums `(S,)` expect, the mean of log s.
+
+        The objective is `-log` of the mean weight of all scales, for each example.
+        """
         if not (self.is_free and sums.isfinite().all()):
             return Trial(prior_precision, objective=sums.sum().item() / n_examples)
-        logs = np.log(self.scales)
-        losses = sums.cpu().numpy()
-        middle = int((losses + scale_penalty(logs)).argmin())
         # The loss is smooth in log s. Between two scales a spline is exact to 1e-4, or
         # to 1e-3 at its ends and where logits are tens apart. A polynomial through more
         # of them is not.
-        spline = CubicSpline(logs, losses)
-        search = minimize_scalar(
-            lambda log_scale: spline(log_scale) + scale_penalty(log_scale),
-            bounds=(logs[max(middle - 1, 0)], logs[min(middle + 1, len(logs) - 1)]),
-            options={"xatol": _EXACT},
-        )
-        best = cast(OptimizeResult, search)
+        loss = CubicSpline(np.log(self.scales), sums.cpu().numpy())
+        weights = -(loss(_LOG_SCALES) + scale_penalty(_LOG_SCALES))
+        log_scale = softmax(weights) @ _LOG_SCALES
+        objective = (math.log(len(weights)) - logsumexp(weights)) / n_examples
         return Trial(
             prior_precision,
-            logit_scale=math.exp(best.x),
-            objective=float(best.fun) / n_examples,
-            penalty=float(scale_penalty(best.x)) / n_examples,
+            logit_scale=math.exp(log_scale),
+            objective=float(objective),
+            penalty=float(objective - loss(log_scale) / n_examples),
         )
 
 
-def scale_penalty(log_scale: np.ndarray | float) -> np.ndarray:
-    """Compute what a scale adds to a summed loss, in nats, from its logarithm."""
-    return PENALTY * np.square(np.maximum(log_scale, 0))
+def scale_penalty(log_scales: np.ndarray) -> np.ndarray:
+    """Compute what scales add to a summed loss, in nats, from their logarithms."""
+    below, above = PENALTIES
+    return np.where(log_scales < 0, below, above) * np.square(log_scales)
 
 
 @dataclass(frozen=True)
@@ -570,8 +605,8 @@ class NoiseSquares:
         log_det = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         return torch.stack([squares, log_det], dim=1)
 
-    def best(self, prior_precision: Tensor, sums: Tensor, n_examples: int) -> Trial:
-        """Find the best noise, or take the given one."""
+    def trial(self, prior_precision: Tensor, sums: Tensor, n_examples: int) -> Trial:
+        """Choose the best noise, or take the given one."""
         squares, log_dets = sums.tolist()
         n_numbers = n_examples * self.n_outputs
         if self.noise is not None:
@@ -590,15 +625,18 @@ class NoiseSquares:
 
 
 def expected_choice(
-    grid: Tensor, sums: Tensor, n_examples: int, score: Likelihoods | NoiseSquares
+    grid: Tensor,
+    sums: Tensor,
+    n_examples: int,
+    score: Likelihoods | NoiseSquares,
+    log_priors: Tensor,
 ) -> TuningHistory:
     """Choose the prior precision that the examples expect, or none.
 
-    That is the mean of log λ, where each point weighs `exp(-summed objective)`: the
-    posterior mean under a prior that is flat on the grid. Few examples say little of λ,
-    and their best point is a matter of luck (docs/tried.md). Chosen is the point next
-    to the mean, or the one without variance where that is better by more than a nat of
-    all examples.
+    That is the posterior mean of log λ, where each point weighs `exp(-summed
+    objective)` times its prior. Few examples say little of λ, and their best point is a
+    matter of luck (docs/tried.md). Chosen is the point next to the mean, or the one
+    without variance where that is better by more than two nats of all examples.
 
     Parameters
     ----------
@@ -610,6 +648,8 @@ def expected_choice(
     n_examples : int
     score : Likelihoods or NoiseSquares
         if it is free, the last prior precision is the one beyond the grid
+    log_priors : torch.Tensor
+        `(T,)`, in float64
 
     Raises
     ------
@@ -619,7 +659,7 @@ def expected_choice(
     if not n_examples:
         raise ValueError(NO_DATA)
     trials = [
-        score.best(point, of_point, n_examples)
+        score.trial(point, of_point, n_examples)
         for point, of_point in zip(grid, sums, strict=True)
     ]
     history = TuningHistory.of_losses(trials)  # it checks the objectives
@@ -628,11 +668,11 @@ def expected_choice(
     n_points = len(grid) - score.is_free
     objective = n_examples * history.objective[:n_points]
     logs = grid[:n_points].reshape(n_points, -1).log().double().cpu()
-    mean = objective.neg().softmax(0) @ logs
+    mean = (log_priors[:n_points] - objective).softmax(0) @ logs
     choice = int((logs - mean).square().sum(1).argmin())
     if score.is_free:
         last = len(trials) - 1
         gain = history.objective[choice] - history.objective[last]
-        if n_examples * gain > A_NAT:
+        if n_examples * gain > NATS:
             choice = last
     return replace(history, choice=choice)

@@ -33,9 +33,9 @@ class Trial(Hyperparameters):
     Attributes
     ----------
     objective : float
-        the loss, with the penalty of the scale, or the log marginal likelihood
+        the loss, with what the scale adds, or the log marginal likelihood
     penalty : float, default=0.0
-        the part of the objective that is no loss
+        the part of the objective that is no loss at these hyperparameters
     """
 
     objective: float
@@ -214,7 +214,7 @@ def number_of(kinds: Tensor) -> int:
 
 
 def mean_squared_slope(la: Posterior) -> float:
-    """Return tr(H) / (N C) of a regression, how outputs vary with a weight; 1 for 0."""
+    """Return tr(H) / (N C), of a regression how outputs vary with a weight; 1 for 0."""
     return trace_of(la.H) / (la.n_data * la.n_outputs) or 1.0
 
 

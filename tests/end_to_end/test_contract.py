@@ -131,8 +131,12 @@ def test_a_search_chooses_by_the_losses_of_dense_predictions(fit, structure, lin
     )
     # Statistics are in float32.
     assert_close(history.objective.double(), losses, rtol=1e-5, atol=1e-5)
-    # The mean of the logarithm, where each weighs its likelihood.
-    mean = (-len(fit.logits) * losses).softmax(0) @ grid.double().log()
+    # The mean of the logarithm, where each weighs its likelihood and its prior.
+    log_weights = -len(fit.logits) * losses
+    if not la.task.has_noise:
+        trace = fit.curvature(structure).trace() / (la.n_data * la.n_outputs)
+        log_weights -= (grid / (100 * trace)).log10().square() / 8
+    mean = log_weights.softmax(0) @ grid.double().log()
     chosen = grid[(grid.log() - mean).abs().argmin()]
     assert_close(la.prior_precision.float(), chosen[None])
 

@@ -100,7 +100,7 @@ def test_members_choose_how_kinds_differ_by_the_prior_alone():
     la = make(plain(), modules_to_save=True)
     # Too sure, so that a scale of the logits would change what is chosen.
     for block in la.blocks[-2:]:
-        block.weight.data *= 4
+        block.weight.data *= 8
     la.fit(pairs(3))
     validation = pairs(2, n=5)
     alone, scaled = copy(la), copy(la)

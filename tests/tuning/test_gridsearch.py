@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 from torch.testing import assert_close
 
-from laplace_lora_ext import GridSearch, TuningHistory
+from laplace_lora_ext import GridSearch, LaplaceMixture, TuningHistory
 from laplace_lora_ext.tuning import gridsearch
 from laplace_lora_ext.tuning.gridsearch import (
     LOGIT_SCALES,
-    PENALTY,
+    PENALTIES,
     Likelihoods,
     expected_choice,
     warn_at_ends,
@@ -43,17 +43,23 @@ Batch = dict[str, Tensor]
 # --- against brute force --------------------------------------------------------------
 
 
+def note_choices(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Note what the next search gives to `expected_choice`."""
+    noted: list[Any] = []
+
+    def note(*args: Any) -> TuningHistory:
+        noted.extend(args)
+        return expected_choice(*args)
+
+    monkeypatch.setattr(gridsearch, "expected_choice", note)
+    return noted
+
+
 def test_the_loss_is_that_of_every_pair(monkeypatch):
     la = fitted(structure="full")
     # As draws are of all texts together, these are one batch.
     batches = ragged_batches(seed=7, batch_size=8)
-    found = []
-
-    def note(grid: Tensor, sums: Tensor, *args: Any) -> TuningHistory:
-        found.append(sums)
-        return expected_choice(grid, sums, *args)
-
-    monkeypatch.setattr(gridsearch, "expected_choice", note)
+    noted = note_choices(monkeypatch)
     torch.manual_seed(1)  # on whose state nothing depends
     options = {"link_approx": "mc", "n_samples": 30}
     la.logit_scale = 2.5  # of an earlier search, say
@@ -61,7 +67,8 @@ def test_the_loss_is_that_of_every_pair(monkeypatch):
     history = GridSearch(val_loader=batches, **options, **GRID)(la)
     assert len(passes) == len(batches)
     assert len(history.trials) == GRID["grid_size"] + 1
-    for trial, sums in zip(history.trials, found[0], strict=True):
+    _, of_points, *_ = noted
+    for trial, sums in zip(history.trials, of_points, strict=True):
         for index in (0, 6, 8):
             la.logit_scale = LOGIT_SCALES[index]
             draws = options | {"generator": generator(0)}
@@ -83,7 +90,8 @@ def history_of(
         grid = torch.logspace(-4, 4, len(losses))
     means = torch.tensor(losses, dtype=torch.float64)
     sums = n_examples * means[:, None].expand(-1, len(scales))
-    return expected_choice(grid, sums, n_examples, Likelihoods("mean_field", 1, scales))
+    score = Likelihoods("mean_field", 1, scales)
+    return expected_choice(grid, sums, n_examples, score, torch.zeros(len(grid)))
 
 
 def test_few_examples_choose_the_mean_and_many_the_best():
@@ -98,9 +106,34 @@ def test_few_examples_choose_the_mean_and_many_the_best():
     assert grid[choice].tolist() == [100, 1]
 
 
-def test_no_variance_is_chosen_where_it_is_better_by_a_nat():
+def test_a_prior_precision_is_near_the_usual_one_before_any_data(monkeypatch):
+    members = [fitted(), fitted(batches=ragged_batches(seed=5)[:1], temperature=0.5)]
+    usual = []
+    for la, prior in zip(members, (3.0, 0.2), strict=True):
+        la.prior_precision = prior
+        trace = la.H.to_matrix().trace() / la.temperature
+        usual.append(100 * trace / (la.n_data * la.n_outputs))
+    alone, both = members[0], LaplaceMixture(members)
+    for search, factors in (
+        (alone, 1 / torch.stack(usual[:1])),
+        (both, torch.tensor([3.0, 0.2]) / torch.stack(usual)),
+    ):
+        noted = note_choices(monkeypatch)
+        GridSearch(val_loader=ragged_batches(), **GRID)(search)
+        grid, *_, log_priors = noted
+        points = torch.outer(grid.double(), factors)
+        standardised = points.log10().mean(1) / 2
+        assert_close(log_priors, -standardised.square() / 2, rtol=1e-6, atol=1e-9)
+    # Where examples know nothing of it, it is the mean.
+    score = Likelihoods("mean_field", 1, (1.0,))
+    grid = torch.logspace(-4, 4, 9)
+    log_priors = -((grid.double().log10() - 1) ** 2)
+    assert expected_choice(grid, torch.ones(9, 1), 1, score, log_priors).choice == 5
+
+
+def test_no_variance_is_chosen_where_it_is_better_by_two_nats():
     grid = torch.tensor([0.1, 1, 10, 1e12])
-    for last, choice in ((-0.51, 3), (-0.49, 1)):
+    for last, choice in ((-1.51, 3), (-1.49, 1)):
         losses = [0.6, 0.5, 0.6, last]
         history = history_of(losses, grid, scales=LOGIT_SCALES)
         assert history.choice == choice
@@ -159,21 +192,41 @@ def test_a_choice_at_an_end_of_the_grid_is_said_once(losses, says):
 
 
 # Below 1, above it, and where there is nothing to choose between them.
-@pytest.mark.parametrize(("best", "penalty"), [(-0.9, 0.0), (0.9, PENALTY), (0, 0)])
-def test_scales_above_1_alone_have_a_penalty(best, penalty):
-    curvature = 3.0
+@pytest.mark.parametrize(
+    ("best", "penalty"), [(-0.9, PENALTIES[0]), (0.9, PENALTIES[1]), (0, 0)]
+)
+def test_many_examples_choose_the_best_scale_and_each_has_a_penalty(best, penalty):
+    curvature = 3e3
     logs = torch.tensor(LOGIT_SCALES, dtype=torch.float64).log()
     losses = curvature * (logs - best) ** 2
     score = Likelihoods("mean_field", 1, LOGIT_SCALES)
-    found = score.best(torch.ones(1), losses, n_examples=2)
+    found = score.trial(torch.ones(1), losses, n_examples=2)
     # The loss a (log s - b)², with the penalty c (log s)², is least at a b / (a + c).
     expected = curvature * best / (curvature + penalty)
-    assert math.log(found.logit_scale) == pytest.approx(expected, abs=1e-9)
+    # Between two of the scales that are weighed.
+    assert math.log(found.logit_scale) == pytest.approx(expected, abs=3e-4)
     # Both are means over the two examples.
-    of_scale = penalty * expected**2
-    assert found.penalty == pytest.approx(of_scale / 2, abs=1e-9)
-    objective = (curvature * (expected - best) ** 2 + of_scale) / 2
-    assert found.objective == pytest.approx(objective, abs=1e-9)
+    loss = curvature * (math.log(found.logit_scale) - best) ** 2 / 2
+    assert found.objective - found.penalty == pytest.approx(loss, abs=1e-6)
+
+
+def test_few_examples_choose_the_mean_of_all_scales():
+    logs = torch.tensor(LOGIT_SCALES, dtype=torch.float64).log()
+    # With the penalty below 1, a line is another normal distribution of log s.
+    mean, rate = -1.5, 2 * PENALTIES[0]
+    losses = -rate * mean * logs
+    score = Likelihoods("mean_field", 1, LOGIT_SCALES)
+    found = score.trial(torch.ones(1), losses, n_examples=2)
+    fine = torch.linspace(logs.min(), logs.max(), 100_000).double()
+    penalty = torch.where(fine < 0, *PENALTIES) * fine**2
+    weights = (rate * mean * fine - penalty).exp()
+    expected = (weights * fine).sum() / weights.sum()
+    assert math.log(found.logit_scale) == pytest.approx(expected.item(), abs=5e-3)
+    # That of the normal distribution, whose ends are cut off.
+    assert abs(expected - mean) < 0.2
+    assert found.objective == pytest.approx(-weights.mean().log().item() / 2, abs=5e-3)
+    loss = -rate * mean * math.log(found.logit_scale) / 2
+    assert found.objective - found.penalty == pytest.approx(loss)
 
 
 def test_a_search_that_ends_without_variance_says_so():
