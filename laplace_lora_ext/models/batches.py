@@ -66,6 +66,14 @@ def is_tokens(value: Any) -> TypeGuard[Tensor]:
     return is_whole and value.ndim > 1
 
 
+def is_real(text: Mapping[str, Any]) -> Tensor:
+    """Mark which of a batch's tokens are not padding."""
+    mask = text.get("attention_mask")
+    if mask is None:
+        return torch.ones_like(text["input_ids"], dtype=torch.bool)
+    return mask.bool()
+
+
 def check_tokenized(batch: Any) -> None:
     """Refuse texts, and lists of tokens, of which a collator makes a batch."""
     if isinstance(batch, Mapping):

@@ -25,7 +25,7 @@ from laplace_lora_ext.models.answers import (
     last_real_position,
     logits_at,
 )
-from laplace_lora_ext.models.batches import IGNORED, text_first
+from laplace_lora_ext.models.batches import IGNORED, is_real, text_first
 from laplace_lora_ext.models.running import as_tensor
 
 SCORE_MASK = "score_mask"
@@ -332,8 +332,7 @@ def _targets(text: Mapping[str, Any], counts: Tensor, n_choices: int) -> Tensor:
 
     A `ValueError` if a choice has no token that counts, or one that nothing predicts.
     """
-    mask = text.get("attention_mask")
-    real = torch.ones_like(counts) if mask is None else mask.bool()
+    real = is_real(text)
     follows_real = pad(real[:, :-1], (1, 0), value=False)
     unpredicted = counts & ~(real & follows_real)
     is_wrong = unpredicted.any(-1) | ~counts.any(-1)
@@ -383,12 +382,10 @@ def _continued(
     last = last_real_position(text)[:, None]
     is_behind = torch.arange(ids.shape[1], device=ids.device) > last
     order = joined(is_behind.int(), 1 - is_token).argsort(dim=-1, stable=True)
-    mask = text.get("attention_mask")
-    # Shorter answers are padded, which their texts need not have been.
-    mask = torch.ones_like(ids) if mask is None else mask
     return {
         **text,
         "input_ids": joined(ids, tokens).gather(-1, order),
-        "attention_mask": joined(mask, is_token).gather(-1, order),
+        # Shorter answers are padded, which their texts need not have been.
+        "attention_mask": joined(is_real(text), is_token).gather(-1, order),
         SCORE_MASK: joined(torch.zeros_like(ids), is_token).gather(-1, order),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from laplace_lora_ext.messages import check_name
-from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.output_layer import logits_and_hidden_states
 from laplace_lora_ext.models.running import exclusive
-from laplace_lora_ext.models.swapping import Swapping
+from laplace_lora_ext.models.swapping import swapping
 from laplace_lora_ext.models.weights import are_in_place
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.learnt_variance import LearntVariance, log_variances
@@ -28,7 +27,6 @@ from laplace_lora_ext.predictive.posterior import (
 from laplace_lora_ext.processes.exchange import together
 from laplace_lora_ext.processes.shards import join_batches
 
-_SWAPPED = "swapped"
 # For each example, where there are too many outputs for a backward pass each.
 _DRAWS = 8
 
@@ -95,25 +93,6 @@ def amortize(
     )
     la.learnt_variance = learnt.to(la.model.device, la.blocks[0].statistics_dtype)
     return la.learnt_variance
-
-
-def swapping(
-    model: LogitsModel, name: str, loader: Iterable[Any], generator: torch.Generator
-) -> Callable[[Any], Any]:
-    """Return a function that copies a batch with a loader's tokens; None of no texts.
-
-    Refuses another name than "swapped".
-    """
-    check_name("unlabelled", name, [_SWAPPED])
-    texts = [model.text(batch) for _, batch in named_batches(loader)]
-    texts = [text for text in texts if text is not None]
-    swap = Swapping(texts, model.transformer, generator) if texts else None
-
-    def swapped(batch: Any) -> Any:
-        text = model.text(batch)
-        return None if swap is None or text is None else swap(text)
-
-    return swapped
 
 
 def _learnt_from(

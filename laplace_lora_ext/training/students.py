@@ -21,7 +21,7 @@ from laplace_lora_ext.models.adapters import add_copy, own_adapter_back, write_a
 from laplace_lora_ext.models.batches import named_batches, pad_token
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import checkpointing, keep_derivatives
-from laplace_lora_ext.predictive.amortization import swapping
+from laplace_lora_ext.models.swapping import swapping
 from laplace_lora_ext.predictive.posterior import Posterior
 from laplace_lora_ext.tasks.task import Task
 from laplace_lora_ext.training.trainers import (

@@ -6,33 +6,43 @@ import pytest
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.models.swapping import Swapping
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.swapping import swapping
 from tests.support.models import VOCABULARY, base_model
 from tests.support.posteriors import generator
 
 Batch = dict[str, Any]
 
 N_TEXTS = 40
-LENGTH = 24
+LENGTH = 20
 PROMPT = [5, 6, 7]
 END = 2
+PADDING = 8  # none that the model knows
 # Tokens below have a meaning.
 FIRST_WORD = 20
+MODEL = LogitsModel(base_model("bert"))
 
 
 def texts(padding_side: str = "right") -> Batch:
-    """Make texts of 8 to 24 tokens, from a prompt to an end."""
+    """Make texts of 8 to 20 tokens, from a prompt to an end."""
     shape = (N_TEXTS, LENGTH)
     ids = torch.randint(FIRST_WORD, VOCABULARY, shape, generator=generator())
     rows = torch.arange(N_TEXTS)
-    lengths = 8 + 7 * rows % 17
+    # Too few are padded for their padding to pass for a prompt.
+    lengths = (8 + 7 * rows % 17).clamp(max=LENGTH)
     ids[:, : len(PROMPT)] = torch.tensor(PROMPT)
     ids[rows, lengths - 1] = END
     mask = (torch.arange(LENGTH) < lengths[:, None]).long()
-    batch = {"input_ids": ids.where(mask.bool(), 0), "attention_mask": mask}
+    batch = {"input_ids": ids.where(mask.bool(), PADDING), "attention_mask": mask}
     if padding_side == "left":  # and texts the other way round
         return {key: value.flip(1) for key, value in batch.items()}
     return batch
+
+
+def copied(batch: Batch, *batches: Batch, seed: int = 0) -> Tensor:
+    """Swap tokens of a batch for those of some, by default its own."""
+    swapped = swapping(MODEL, "swapped", batches or [batch], generator(seed))
+    return swapped(batch)["input_ids"]
 
 
 @pytest.mark.parametrize("padding_side", ["right", "left"])
@@ -42,11 +52,7 @@ def test_three_tenths_of_the_words_are_swapped_for_words_of_the_texts(padding_si
     # The tokens are read in two batches.
     rows = slice(0, 25), slice(25, N_TEXTS)
     parts = [{key: value[part] for key, value in batch.items()} for part in rows]
-
-    def swapped(seed: int) -> Tensor:
-        return Swapping(parts, None, generator(seed))(batch)["input_ids"]
-
-    copy = swapped(0)
+    copy = copied(batch, *parts)
     is_word, is_changed = ids >= FIRST_WORD, copy != ids
     # Prompt, end and padding stay.
     assert is_word[is_changed].all()
@@ -55,8 +61,8 @@ def test_three_tenths_of_the_words_are_swapped_for_words_of_the_texts(padding_si
     # One in forty drawn tokens is the same as before.
     assert 0.27 < n_changed.sum() / n_words.sum() <= 0.3
     assert torch.isin(copy[is_changed], ids[is_word]).all()
-    assert torch.equal(swapped(0), copy)
-    assert not torch.equal(swapped(1), copy)
+    assert torch.equal(copied(batch, *parts), copy)
+    assert not torch.equal(copied(batch, *parts, seed=1), copy)
 
 
 def test_tokens_are_drawn_as_often_as_they_stand_in_texts():
@@ -66,25 +72,23 @@ def test_tokens_are_drawn_as_often_as_they_stand_in_texts():
     # No two texts begin alike: there is no prompt.
     ids[:, 0] = torch.arange(100, 1100)
     batch = {"input_ids": ids}
-    copy = Swapping([batch], None, generator())(batch)["input_ids"]
+    copy = copied(batch)
     assert not torch.equal(copy, ids)
     # About 3,000 tokens are drawn: chance moves the share by a thousandth.
     assert 0.04 < (copy == rare).double().mean() < 0.06
     # Texts of a prompt alone stay.
     prompts = {"input_ids": torch.tensor([PROMPT, PROMPT])}
-    copy = Swapping([prompts], None, generator())(prompts)["input_ids"]
-    assert torch.equal(copy, prompts["input_ids"])
+    assert torch.equal(copied(prompts), prompts["input_ids"])
 
 
-def test_tokens_that_a_configuration_names_stay():
-    model = base_model("gpt2")
+def test_tokens_that_a_configuration_names_stay(monkeypatch):
     # One or several, by whatever name.
-    model.config.eos_token_id = [25, 26]
-    model.config.image_token_index = 27
-    model.config.mask_token_id = None
+    named = {"eos_token_id": [25, 26], "image_token_index": 27, "mask_token_id": None}
+    for name, tokens in named.items():
+        monkeypatch.setattr(MODEL.transformer.config, name, tokens, raising=False)
     batch = texts()
     ids = batch["input_ids"]
-    copy = Swapping([batch], model, generator())(batch)["input_ids"]
+    copy = copied(batch)
     named = torch.tensor([25, 26, 27])
     # They are neither swapped for others, nor others for them.
     assert torch.equal(torch.isin(copy, named), torch.isin(ids, named))

@@ -12,19 +12,13 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_lora_ext import from_pretrained
-from laplace_lora_ext.models.swapping import Swapping
+from laplace_lora_ext.models.swapping import swapping
 from laplace_lora_ext.predictive.amortization import (
     amortized_moments,
     changes_of_logits,
 )
 from laplace_lora_ext.predictive.posterior import drawn_functions
-from tests.support.models import (
-    lora_model,
-    plain_model,
-    ragged_batches,
-    with_lora,
-    without_labels,
-)
+from tests.support.models import lora_model, plain_model, ragged_batches, with_lora
 from tests.support.posteriors import (
     count_backward_passes,
     count_forward_passes,
@@ -172,10 +166,10 @@ def test_it_learns_from_each_text_and_a_copy_by_a_generator():
     other = la.amortize(batches, generator=generator(1))
     assert not torch.equal(one.offset, other.offset)
     # Copies are learnt from as texts of one's own, as texts without labels are.
-    swapped = Swapping(batches, la.model.transformer, generator(1))
+    swapped = swapping(la.model, "swapped", batches, generator(1))
     more = [swapped(batch) for batch in batches]
     both = la.amortize([*batches, *more], None)
-    unlabelled = la.amortize(batches, [without_labels(each) for each in more])
+    unlabelled = la.amortize(batches, more)
     # A principal component may have either sign.
     for learnt in (other, unlabelled):
         assert_close(learnt.weights.abs(), both.weights.abs())
