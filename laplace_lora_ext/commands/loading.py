@@ -105,15 +105,6 @@ class Loaded:
             places, batch_size=self.arguments.batch_size, collate_fn=collate
         )
 
-    def new_posterior(self) -> laplace_lora_ext.LoRALaplace:
-        """Make a posterior that is not fitted yet."""
-        return laplace_lora_ext.Laplace(
-            self.model,
-            "classification",
-            class_texts=self.arguments.answers,
-            tokenizer=self.tokenizer,
-        )
-
     def metadata(self) -> dict[str, Any]:
         """Say how texts and labels have been read, for a posterior's file."""
         given = {

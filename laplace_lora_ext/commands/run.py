@@ -22,7 +22,6 @@ from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     PreTrainedTokenizerBase,
-    ProgressCallback,
     Trainer,
     TrainingArguments,
 )
@@ -45,6 +44,7 @@ from laplace_lora_ext.commands.report import (
     verdict,
 )
 from laplace_lora_ext.commands.texts import Row, UsageError
+from laplace_lora_ext.laplace import Laplace
 from laplace_lora_ext.plots import Outcomes, outcomes, predict_both
 from laplace_lora_ext.predictive.predictions import Prediction, Review
 from laplace_lora_ext.saving import FILE, write_whole
@@ -60,7 +60,12 @@ def calibrate(arguments: CalibrateArguments) -> None:
     check_new(str(folder / FILE), arguments.overwrite)
     loaded = load(arguments)
     train = loaded.batches(*loaded.labelled_texts(arguments.train))
-    la = loaded.new_posterior()
+    la = Laplace(
+        loaded.model,
+        "classification",
+        class_texts=arguments.answers,
+        tokenizer=loaded.tokenizer,
+    )
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "The trained model is no better than guessing")
         try:
@@ -115,12 +120,9 @@ def _check_order(results: Outcomes, names: list[str]) -> None:
     # confuses nearly as often as in their own.
     if n_other < 2 * n_right + _FEW:
         return
-    n_all = counts.diag().sum().item()
-    n_texts = len(results.labels)
     by_output = [names[label] for label in outputs.argsort().tolist()]
     raise UsageError(
-        f"The trained model is right on {n_all / n_texts:.0%} of these texts, and "
-        f"would be on {(n_all - n_right + n_other) / n_texts:.0%} if its outputs were "
+        "The trained model would be right far more often if its outputs were "
         f"{', '.join(by_output)}. {_ORDER}"
     )
 
@@ -296,13 +298,6 @@ def distill(arguments: DistillArguments) -> None:
         print(f"The model without an adapter is in {output / 'merged'}.")
 
 
-class _Bar(ProgressCallback):
-    """Shows the steps of a training, without transformers' seconds and losses."""
-
-    def on_log(self, *_: Any, **__: Any) -> None:
-        """Write nothing."""
-
-
 def trainer_with_bar(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
@@ -315,15 +310,12 @@ def trainer_with_bar(
         output_dir=str(output),
         save_strategy="no",
         report_to=[],
-        disable_tqdm=False,  # otherwise it prints figures
+        disable_tqdm=False,
         dataloader_pin_memory=False,  # asked for without an accelerator, a warning
         **options,
     )
     data = cast(Dataset[Any], rows)  # any sequence will do
-    trainer = Trainer(model, settings, train_dataset=data, processing_class=tokenizer)
-    trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(_Bar)
-    return trainer
+    return Trainer(model, settings, train_dataset=data, processing_class=tokenizer)
 
 
 def _write_student(loaded: Loaded, folder: Path, metadata: Mapping[str, Any]) -> None:

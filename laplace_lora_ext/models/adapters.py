@@ -8,7 +8,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from peft import PeftModel, PeftType, load_peft_weights, set_peft_model_state_dict
+from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
 from torch import Tensor, nn
 
 from laplace_lora_ext.models.weights import owner_of, without_adapter
@@ -49,17 +49,15 @@ def active_again(model: nn.Module) -> Callable[[], None]:
 
 
 @contextmanager
-def own_adapter_back(model: nn.Module) -> Iterator[Callable[[], None]]:
+def own_adapter_back(model: nn.Module) -> Iterator[None]:
     """Activate the user's adapter again at the end.
 
     An error removes adapters that were added within.
-
-    Yields a function that makes it active in between.
     """
     activate = active_again(model)
     before = [(each, set(each.peft_config)) for each in _peft_models(model)]
     try:
-        yield activate
+        yield
     # An interruption from the keyboard leaves as little behind as an error.
     except BaseException:
         activate()
@@ -74,8 +72,8 @@ def add_fresh_adapter(model: PeftModel, adapter: str) -> None:
     """Add an untrained adapter like the active one, and activate it.
 
     Torch's random state decides its values. What is frozen in the other one, as
-    `lora_A` in LoRA-FA, is frozen here too. Refused are AdaLoRA, a name that is taken,
-    and an initialisation that would change the base model.
+    `lora_A` in LoRA-FA, is frozen here too. Refused are a name that is taken, and an
+    initialisation that would change the base model. PEFT refuses a second AdaLoRA.
     """
     if adapter in model.peft_config:
         raise ValueError(
@@ -87,11 +85,6 @@ def add_fresh_adapter(model: PeftModel, adapter: str) -> None:
     assert isinstance(like, str)
     # A copy: PEFT writes into the configuration that an adapter is added with.
     config = deepcopy(model.peft_config[like])
-    if config.peft_type == PeftType.ADALORA:
-        raise ValueError(
-            "PEFT trains a single AdaLoRA adapter of a model, so there is no student, "
-            "second training or second member: hold texts out, and use la.amortize."
-        )
     initialisation = getattr(config, "init_lora_weights", True)
     if str(initialisation).startswith(_CHANGE_BASE):
         raise ValueError(

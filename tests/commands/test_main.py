@@ -65,7 +65,7 @@ def test_debugging_shows_where_an_error_comes_from(options, monkeypatch, refusal
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(loading.Loaded, "new_posterior", fail)
+    monkeypatch.setattr(loading.Loaded, "batches", fail)
     assert "out of memory" in refusal("calibrate", **options)
     with pytest.raises(RuntimeError, match="out of memory"):
         run("calibrate --debug", **options)

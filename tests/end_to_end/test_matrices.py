@@ -21,7 +21,6 @@ from tests.support.matrices import (
     of_convolutions,
     of_embedding,
     of_experts,
-    of_singular_values,
     of_tokens,
     plain,
     roberta,
@@ -96,11 +95,6 @@ def test_a_second_adapter_has_matrices_of_its_own(build):
     assert_close(predicted(second, texts), predicted(alone, texts))
     # The first posterior still predicts by its own adapter.
     assert_close(predicted(first, texts), of_first)
-
-
-def test_adalora_has_no_second_adapter():
-    with pytest.raises(ValueError, match="single AdaLoRA adapter"):
-        add_fresh_adapter(of_singular_values().model, "second")
 
 
 def test_a_posterior_over_b_alone_is_loaded_where_no_weight_is_trainable(tmp_path):
