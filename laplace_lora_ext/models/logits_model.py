@@ -190,10 +190,14 @@ class LogitsModel(nn.Module):
             )
         return X, None if y is None else as_tensor(y).to(self.device)
 
-    def positions(self, batch: Any, n_examples: int) -> Positions:
-        """Describe the rows of a batch that has `n_examples` examples."""
-        inputs = self._inputs(batch)
-        return positions_of(self.answers.rows(inputs), n_examples, self.device)
+    def positions(self, batch: Any, n_logits: int) -> Positions:
+        """Describe the rows of a batch that has `n_logits` rows of logits."""
+        places = self.places(batch)
+        n_examples = n_logits if places is None else len(places)
+        rows = self.answers.rows(self._inputs(batch))
+        owners = None if places is None else places.nonzero()[:, 0]
+        positions = positions_of(rows, n_examples, self.device)
+        return positions._replace(owners_of_logits=owners)
 
     def places(self, batch: Any) -> Tensor | None:
         """Mark the tokens `(B, T)` that have logits; None where examples have one row.

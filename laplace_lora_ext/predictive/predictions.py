@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from scipy.special import betainc, betaincinv
 from torch import Tensor
+from torch.distributions import MultivariateNormal
 
 from laplace_lora_ext.predictive.moments import Moments, mix_moments
-from laplace_lora_ext.tasks.regression import gaussian_log_density
 
 _MOST_LABELS = 100_000
 _HALVINGS = 100  # of an interval, until float64 has no number within
@@ -386,9 +386,8 @@ class NumberPrediction(NamedTuple):
 
         It is that of all C numbers together.
         """
-        log_densities = gaussian_log_density(
-            self.means, self.covariances, targets[:, None]
-        )
+        normal = MultivariateNormal(self.means, self.covariances, validate_args=False)
+        log_densities = normal.log_prob(targets[:, None])
         return log_densities.logsumexp(1) - math.log(log_densities.shape[1])
 
     def crps(self, targets: Tensor) -> Tensor:

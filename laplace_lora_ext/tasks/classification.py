@@ -53,7 +53,7 @@ class Classification(Task):
         return y.long()
 
     def class_counts(self, y: Tensor) -> ClassCounts:
-        return counts_of_column(0, y.long())
+        return ClassCounts((0, label) for label in y.tolist())
 
     def as_targets(self, y: Tensor, dtype: torch.dtype) -> Tensor:
         return y.long()
@@ -87,11 +87,6 @@ class Classification(Task):
 
 
 CLASSIFICATION = Classification()
-
-
-def counts_of_column(column: int, labels: Tensor) -> ClassCounts:
-    """Count the classes `(N,)` of one column of targets."""
-    return ClassCounts((column, label) for label in labels.tolist())
 
 
 def drawn_labels(logits: Tensor, numbers: Tensor) -> Tensor:

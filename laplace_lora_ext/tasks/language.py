@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
 from laplace_lora_ext.models.answers import DECODER_INPUTS, Answers, start_token
-from laplace_lora_ext.models.batches import IGNORED, Positions, text_first
+from laplace_lora_ext.models.batches import IGNORED, text_first
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.output_layer import (
     LastStates,
@@ -124,7 +124,7 @@ class TokensModel(LogitsModel):
         def reading(rows: Tensor) -> Reading:
             return labels.of(rows).read
 
-        places = self.targets(batch) != IGNORED
+        places = self.places(batch)
         return read_in_parts(places, parts, logits, reading)
 
     def split(self, batch: Any) -> tuple[Any, Tensor]:
@@ -137,7 +137,7 @@ class TokensModel(LogitsModel):
         Of more texts than that, a part has a token of each. Models that several ranks
         share are read at once, since ranks must make the same passes.
         """
-        labelled = self.targets(batch) != IGNORED
+        labelled = self.places(batch)
         if is_shared(self):
             most_of_a_text = int(labelled.sum(1).max())
             return [Span(first=0, size=most_of_a_text)]
@@ -179,13 +179,9 @@ class TokensModel(LogitsModel):
         predicting = self.targets(batch, part) != IGNORED
         return predicting if self.is_encoder_decoder else predicting.roll(1, dims=1)
 
-    def positions(self, batch: Any, n_examples: int) -> Positions:
-        """Describe the rows of texts that have logits for each label."""
-        targets = self.targets(batch)
-        owners = (targets != IGNORED).nonzero()[:, 0]
-        # `n_examples` are the rows of logits.
-        of_texts = super().positions(batch, len(targets))
-        return of_texts._replace(owners_of_logits=owners)
+    def places(self, batch: Any) -> Tensor:
+        """Mark the tokens `(B, T)` at which logits predict a label."""
+        return self.targets(batch) != IGNORED
 
     def _inputs(self, batch: Any) -> Any:
         inputs = super()._inputs(batch)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, pad
 
-from laplace_lora_ext.tasks.classification import counts_of_column
 from laplace_lora_ext.tasks.regression import REGRESSION
 from laplace_lora_ext.tasks.task import ClassCounts, Draws, Seeds, Task, scaled_seeds
 
@@ -64,24 +63,14 @@ class MultiLabel(Task):
         return -of_labels.sum(-1)
 
     def groups(self, y: Tensor) -> Tensor:
-        """Number examples by their rarest label, to divide them evenly.
-
-        Those without any label are a group, too.
-        """
-        has = self.as_targets(y, torch.float64) > 0
-        n_labels = has.shape[1]
-        counts = has.sum(0).expand_as(has)
-        # Labels that an example lacks count as more frequent than any can be.
-        of_own = counts.masked_fill(~has, len(y) + 1)
-        return torch.where(has.any(1), of_own.argmin(1), n_labels)
+        """Number examples by their first label; those without any are a group, too."""
+        labels = self.as_targets(y, torch.float64)
+        return pad(labels, (0, 1), value=0.5).argmax(1)
 
     def class_counts(self, y: Tensor) -> ClassCounts:
         """Count "not" and "yes" of each label by itself."""
-        counts = ClassCounts()
-        labels = self.as_targets(y, torch.float64).long()
-        for column, of_label in enumerate(labels.T):
-            counts += counts_of_column(column, of_label)
-        return counts
+        rows = self.as_targets(y, torch.long).tolist()
+        return ClassCounts(item for row in rows for item in enumerate(row))
 
     def check_targets(self, y: Tensor, logits: Tensor) -> Tensor:
         targets = REGRESSION.check_targets(y, logits)

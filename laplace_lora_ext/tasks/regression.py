@@ -57,14 +57,3 @@ class Regression(Task):
 
 
 REGRESSION = Regression()
-
-
-def gaussian_log_density(mean: Tensor, covariance: Tensor, y: Tensor) -> Tensor:
-    """Compute the log-density `(...)` of targets `(..., C)`, in nats.
-
-    A `torch.linalg.LinAlgError` if a matrix `(..., C, C)` is no covariance.
-    """
-    density = torch.distributions.MultivariateNormal(
-        mean, covariance, validate_args=False
-    )
-    return density.log_prob(y)

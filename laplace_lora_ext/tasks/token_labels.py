@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laplace_lora_ext.models.answers import Answers
-from laplace_lora_ext.models.batches import IGNORED, Positions, logits_of
+from laplace_lora_ext.models.batches import IGNORED, logits_of
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import is_shared
 from laplace_lora_ext.tasks.classification import Classification
@@ -61,13 +61,6 @@ class TokenLabelsModel(LogitsModel):
         if mask is not None:
             return mask.to(self.device).bool()
         return torch.ones_like(X["input_ids"], dtype=torch.bool, device=self.device)
-
-    def positions(self, batch: Any, n_examples: int) -> Positions:
-        """Describe the rows of texts that have logits for each token."""
-        # `n_examples` are the rows of logits.
-        places = self.places(batch)
-        of_texts = super().positions(self.unlabelled(batch), len(places))
-        return of_texts._replace(owners_of_logits=places.nonzero()[:, 0])
 
     def _logits(self, batch: Any) -> Tensor:
         places = self.places(batch)

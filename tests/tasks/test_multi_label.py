@@ -153,9 +153,9 @@ def test_a_descent_starts_from_the_sum_of_a_texts_labels():
 
 def test_held_out_texts_have_each_label():
     y = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1], [0, 0, 0], [1, 1, 0]])
-    # A group a label, the rarest that a text has; the last are texts without any.
-    groups = BERNOULLIS.groups(y)
-    assert groups.tolist() == [0, 1, 2, 3, 1]
+    # A group a label, the first that a text has; the last are texts without any.
+    groups = BERNOULLIS.groups(y.flip(1))
+    assert groups.tolist() == [2, 1, 0, 3, 1]
     first_labels = y[:, 0]
     groups = BERNOULLIS.groups(first_labels)
     assert groups.tolist() == [0, 0, 0, 1, 0]
