@@ -17,6 +17,7 @@ from benchmarks.options import Run
 COMMANDS: tuple[type[Run], ...] = (
     options.Stages,
     options.Calibration,
+    options.Few,
     options.Cross,
     options.Signs,
     options.Overview,

@@ -127,6 +127,16 @@ class Stages(SeveralSeeds):
 
 
 @dataclass(frozen=True)
+class Few(SeveralSeeds):
+    """What do few held-out texts choose? Draws of them, around one training."""
+
+    # Unlike other numbers that of a class may be 0.
+    classes: tuple[int, ...] = option((), "numbers of the classes to keep", type=int)
+    held: tuple[int, ...] = option((4, 8, 20), "texts to hold out of each class")
+    draws: int = option(40, "draws of the texts that are held out")
+
+
+@dataclass(frozen=True)
 class Cross(SeveralSeeds):
     """Is it the curvature or the prior? Both crossed, around one checkpoint."""
 
