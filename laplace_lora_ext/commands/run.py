@@ -43,7 +43,7 @@ from laplace_lora_ext.commands.report import (
     reason,
     verdict,
 )
-from laplace_lora_ext.commands.texts import Row, UsageError
+from laplace_lora_ext.commands.texts import Row
 from laplace_lora_ext.laplace import Laplace
 from laplace_lora_ext.plots import Outcomes, outcomes, predict_both
 from laplace_lora_ext.predictive.predictions import Prediction, Review
@@ -71,7 +71,7 @@ def calibrate(arguments: CalibrateArguments) -> None:
         try:
             la.fit(train, progress_bar=True)
         except UserWarning as error:
-            raise UsageError(f"{error} {_ORDER}") from error
+            raise ValueError(f"{error} {_ORDER}") from error
     la.metadata = loaded.metadata()
     if arguments.validation is None:
         la.optimize_prior_precision(
@@ -121,7 +121,7 @@ def _check_order(results: Outcomes, names: list[str]) -> None:
     if n_other < 2 * n_right + _FEW:
         return
     by_output = [names[label] for label in outputs.argsort().tolist()]
-    raise UsageError(
+    raise ValueError(
         "The trained model would be right far more often if its outputs were "
         f"{', '.join(by_output)}. {_ORDER}"
     )
@@ -135,7 +135,7 @@ def predict(arguments: PredictArguments) -> None:
     loaded = load(arguments)
     la = loaded.posterior()
     if arguments.amortized and la.learnt_variance is None:
-        raise UsageError("--amortized needs variances: calibrate with --amortize.")
+        raise ValueError("--amortized needs variances: calibrate with --amortize.")
     rows, texts = loaded.texts(arguments.data)
     n_done = _keep_whole_lines(output) if output.exists() else 0
     pred_type = "amortized" if arguments.amortized else "glm"
@@ -202,7 +202,7 @@ def review(arguments: ReviewArguments) -> None:
     """Write a queue, and print what is decided alone and what is proven of it."""
     output = check_new(arguments.output, arguments.overwrite)
     if (arguments.accuracy is None) == (arguments.capacity is None):
-        raise UsageError("Pass --accuracy or --capacity, and not both.")
+        raise ValueError("Pass --accuracy or --capacity, and not both.")
     loaded = load(arguments)
     la = loaded.posterior()
     rows, texts = loaded.texts(arguments.data)

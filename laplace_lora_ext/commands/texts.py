@@ -19,10 +19,6 @@ _TABLES = (".csv", ".tsv")
 _DELIMITERS = ",;\t|"
 
 
-class UsageError(Exception):
-    """Something that the user of a command can mend; its message says how."""
-
-
 def read_rows(source: str) -> list[Row]:
     """Read rows from a CSV file, a file of JSON, or a data set of the hub.
 
@@ -31,19 +27,19 @@ def read_rows(source: str) -> list[Row]:
     path = Path(source)
     kind = path.suffix.lower()
     if kind in (*_TABLES, ".jsonl", ".json") and not path.is_file():
-        raise UsageError(f"{source} does not exist. Pass {_HINT}.")
+        raise ValueError(f"{source} does not exist. Pass {_HINT}.")
     if not path.is_file():
         return _read_hub(source)
     try:
         text = path.read_text("utf-8-sig")  # some programs begin it with a mark
     except UnicodeDecodeError as error:
-        raise UsageError(
+        raise ValueError(
             f"{path} is not in UTF-8 ({error}): save it as UTF-8 (in Excel "
             '"CSV UTF-8"), or convert it, as by iconv -f cp1252 -t utf-8.'
         ) from error
     rows = _read_table(text, source) if kind in _TABLES else _read_json(text, source)
     if not rows:
-        raise UsageError(f"{source} has no rows.")
+        raise ValueError(f"{source} has no rows.")
     return rows
 
 
@@ -57,7 +53,7 @@ def _read_table(text: str, source: str) -> list[Row]:
     try:
         rows: list[Row] = list(reader)
     except csv.Error as error:
-        raise UsageError(
+        raise ValueError(
             f"Line {reader.reader.line_num} of {source} can't be read ({error}): put "
             "texts with quotes or line ends into quotes, and double those within."
         ) from error
@@ -65,7 +61,7 @@ def _read_table(text: str, source: str) -> list[Row]:
         # Where the header has no columns for them.
         others: list[str] = row.pop(cast(str, None), [])
         if any(others):
-            raise UsageError(
+            raise ValueError(
                 f"Row {number} of {source} has more columns than the header: put "
                 f"texts that hold a {delimiter!r} into quotes."
             )
@@ -84,7 +80,7 @@ def _read_json(text: str, source: str) -> list[Row]:
         try:
             value = json.loads(part)
         except ValueError as error:
-            raise UsageError(
+            raise ValueError(
                 f"Line {number} of {source} is no JSON ({error}). Pass {_HINT}."
             ) from error
         rows += value if is_list else [value]
@@ -96,7 +92,7 @@ def _read_hub(source: str) -> list[Row]:
     try:
         import datasets
     except ImportError as error:
-        raise UsageError(
+        raise ValueError(
             f"{source} is no file, and data sets of the hub need the package datasets "
             "(pip install laplace-lora-ext[hub]). "
             f"Pass {_HINT}."
@@ -113,7 +109,7 @@ def column_of(rows: Sequence[Row], column: str, source: str) -> list[str]:
     for number, row in enumerate(rows, start=1):
         if column not in row:
             there_are = ", ".join(sorted(map(str, row)))
-            raise UsageError(
+            raise ValueError(
                 f"Row {number} of {source} has no column {column!r}, only {there_are}: "
                 "pass --text_column and --label_column."
             )
@@ -121,7 +117,7 @@ def column_of(rows: Sequence[Row], column: str, source: str) -> list[str]:
         # Short rows of CSV have None, empty fields of some programs NaN.
         is_missing = value is None or value != value
         if is_missing or not str(value).strip():
-            raise UsageError(
+            raise ValueError(
                 f"Row {number} of {source} has nothing in its column {column!r}: leave "
                 "it out."
             )
@@ -139,7 +135,7 @@ def numbers_of(labels: Sequence[str], names: Sequence[str], source: str) -> list
         known |= {str(number): number for number in range(len(names))}
     for row, label in enumerate(labels, start=1):
         if label.strip() not in known:
-            raise UsageError(
+            raise ValueError(
                 f"Row {row} of {source} has the label {label.strip()!r}, and the model "
                 f"knows {', '.join(names)}: pass --class_names in the order of the "
                 "model's outputs, or other data."

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import islice, product
@@ -279,11 +279,7 @@ def train_in_stages(
     def train(_: nn.Module, examples: Any, share: float) -> None:
         number, (stage, member) = next(in_turn)
         entries = _train_or_read(
-            trainer,
-            examples,
-            share,
-            output / _folder(stage, member),
-            decided_by={"members": members, "held-out examples": identity},
+            trainer, examples, share, output / _folder(stage, member), identity
         )
         log.extend(entry | {"stage": f"stage_{stage}"} for entry in entries)
         # Whether it has been trained now, or before it was interrupted.
@@ -366,22 +362,17 @@ def _forget(folder: Path) -> None:
 
 
 def _train_or_read(
-    trainer: Any,
-    examples: Any,
-    share_of_steps: float,
-    folder: Path,
-    *,
-    decided_by: Mapping[str, Any],
+    trainer: Any, examples: Any, share_of_steps: float, folder: Path, identity: str
 ) -> Log:
     """Train and save the active adapter, or resume where a run stopped.
 
-    `decided_by` is what decides the training beside the trainer's arguments: a run with
-    other values is refused (`ValueError`). Returns the training's log.
+    A run with other arguments that decide it, or another `identity` of its data, is
+    refused (`ValueError`). Returns the training's log.
     """
     model = find_peft_model(trainer.model)
     adapter = str(model.active_adapter)
     arguments = {name: getattr(trainer.args, name) for name in _DECISIVE}
-    deciding = {**arguments, **decided_by, "share": share_of_steps}
+    deciding = arguments | {"held-out examples": identity}
     # As text: types are lost in a file.
     deciding = {name: str(value) for name, value in deciding.items()}
     # Only the first looks: others may see other files, where each machine has a disk of

@@ -11,7 +11,7 @@ import torch
 import tqdm
 from scipy.optimize import brentq
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.predicting import Predictor
@@ -203,8 +203,6 @@ def draw_some(loader: Any, n_examples: int, seed: int) -> Any:
     examples = examples_of(loader)
     if len(examples) <= n_examples:
         return loader
-    # Nothing else tells how large its data set is.
-    assert isinstance(loader, DataLoader)
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(examples), generator=generator)
     some = examples[order[:n_examples]]

@@ -16,7 +16,6 @@ from laplace_lora_cli import ModelArguments
 from laplace_lora_ext import LoRALaplace
 from laplace_lora_ext.commands import run as commands
 from laplace_lora_ext.commands.loading import load
-from laplace_lora_ext.commands.texts import UsageError
 from laplace_lora_ext.plots import Outcomes
 from laplace_lora_ext.predictive.predictions import Prediction
 from laplace_lora_ext.saving import read_state, write_state
@@ -72,7 +71,7 @@ def test_an_order_of_names_that_is_wrong_in_part_is_told():
         results = Outcomes(p, Prediction.of_draws(p, p[None]), labels)
         commands._check_order(results, list("abcd"))
 
-    with pytest.raises(UsageError, match=r"far more often .* were a, d, b, c"):
+    with pytest.raises(ValueError, match=r"far more often .* were a, d, b, c"):
         check(n_right=4)
     check(n_right=32)  # it may confuse them
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from laplace_lora_ext.commands.texts import UsageError, column_of, numbers_of, read_rows
+from laplace_lora_ext.commands.texts import column_of, numbers_of, read_rows
 
 ROWS = [
     {"text": "red sky, a; b; c; d; e; f", "label": "0"},
@@ -68,14 +68,14 @@ def test_other_files_are_refused_by_their_cause(name, content, message, tmp_path
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(ValueError, match=message):
         read_rows(str(path))
 
 
 @pytest.mark.parametrize("value", [None, "", " \n", float("nan")])
 def test_a_row_without_a_text_is_named(value):
     rows = [{"text": "red"}, {"text": value}]
-    with pytest.raises(UsageError, match=r"Row 2 of new\.csv has nothing in .*'text'"):
+    with pytest.raises(ValueError, match=r"Row 2 of new\.csv has nothing in .*'text'"):
         column_of(rows, "text", "new.csv")
 
 
@@ -98,7 +98,7 @@ def test_labels_are_names_or_numbers_of_classes(names, labels, expected):
 
 
 def test_a_label_of_neither_kind_is_named():
-    with pytest.raises(UsageError, match=r"Row 3 of new\.csv has the label 'sea'"):
+    with pytest.raises(ValueError, match=r"Row 3 of new\.csv has the label 'sea'"):
         numbers_of(["air", "air", "sea", "0"], ["plant", "air"], "new.csv")
-    with pytest.raises(UsageError, match="label '0'"):
+    with pytest.raises(ValueError, match="label '0'"):
         numbers_of(["0", "4"], STARS, "new.csv")

@@ -294,19 +294,19 @@ def test_the_last_checkpoint_is_that_of_most_steps(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "arguments", "message"),
+    ("settings", "message"),
     [
-        ({"data": TEXTS[::-1]}, {}, "held-out examples="),
-        ({}, {"members": 2}, "members=1, and this one has 2"),
+        ({"data": TEXTS[::-1]}, "held-out examples="),
+        ({"weight_decay": 0.1}, "weight_decay=0.0, and this one has 0.1"),
     ],
 )
-def test_a_run_goes_on_as_it_began_alone(tmp_path, settings, arguments, message):
+def test_a_run_goes_on_as_it_began_alone(tmp_path, settings, message):
     with pytest.raises(RuntimeError, match="killed"):
         train_in_stages(trainer_of(tmp_path, Stop(3), max_steps=6))
     watch = Watch()
     trainer = trainer_of(tmp_path, watch, max_steps=6, **settings)
     with pytest.raises(ValueError, match=f"stage_1 is .* with {message}"):
-        train_in_stages(trainer, resume_from_checkpoint=True, **arguments)
+        train_in_stages(trainer, resume_from_checkpoint=True)
     assert watch.steps == []
 
 
