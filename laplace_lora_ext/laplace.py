@@ -370,6 +370,4 @@ def _likelihood_of(model: nn.Module) -> str:
         "regression" if config.num_labels == 1 else "single_label_classification"
     )
     problem_type = getattr(config, "problem_type", None) or by_number
-    if problem_type not in LIKELIHOOD_OF:
-        raise ValueError(f"No likelihood fits problem_type {problem_type!r}: pass one.")
     return LIKELIHOOD_OF[problem_type]

@@ -264,11 +264,6 @@ class LaplaceMixture(Predictor):
                 members.append(from_pretrained(model, Path(folder, name), **kwargs))
         return cls(members)
 
-    def check_model(self) -> None:
-        """Refuse models that have changed since the fits."""
-        for member in self.members:
-            member.check_model()
-
 
 def _check_alike(members: Sequence[LoRALaplace]) -> None:
     """Refuse members whose predictions have no mean."""

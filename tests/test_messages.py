@@ -21,6 +21,9 @@ def test_places_are_named_from_the_outermost_in(kind):
         raise original
     assert str(error.value) == "batch 3: LoRA layer first: non-finite numbers"
     assert error.value.__cause__.__cause__ is original
+    # A subclass may be made of more than a message.
+    with pytest.raises(UnicodeDecodeError), naming("batch 3"):
+        b"\xff".decode()
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "kron"])

@@ -187,6 +187,7 @@ def test_it_is_loaded_beside_an_adapter_and_a_damaged_one_leaves_none(tmp_path):
     both = two(target_modules=["key"], task_type="SEQ_CLS")
     mixture = both.mixture()
     mixture.prior_precision = 3
+    mixture.amortize(both.batches)
     mixture.save_pretrained(tmp_path)
     model = lora_model("bert")
 
@@ -195,7 +196,9 @@ def test_it_is_loaded_beside_an_adapter_and_a_damaged_one_leaves_none(tmp_path):
 
     before = trainable()
     loaded = LaplaceMixture.from_pretrained(model, tmp_path)
-    assert_close(loaded(both.batch), mixture(both.batch))
+    assert repr(loaded) == repr(mixture)
+    for options in ({}, {"pred_type": "amortized"}):
+        assert_close(loaded(both.batch, **options), mixture(both.batch, **options))
     assert model.active_adapter == "default"
     model.delete_adapter("second")
     assert trainable() == before

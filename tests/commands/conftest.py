@@ -22,8 +22,8 @@ from tests.support.saved_adapters import NAMES, SMALL, save_adapter, write_rows
 @pytest.fixture(scope="session")
 def classifier(tmp_path_factory) -> Path:
     torch.manual_seed(0)
-    # Of the names its configuration knows nothing.
-    config = BertConfig(**SMALL, max_position_embeddings=64, pad_token_id=0)
+    # Of the names and of padding its configuration knows nothing.
+    config = BertConfig(**SMALL, max_position_embeddings=64, pad_token_id=None)
     return save_adapter(
         tmp_path_factory.mktemp("bert"),
         BertForSequenceClassification(config),

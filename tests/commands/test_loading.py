@@ -172,5 +172,6 @@ def test_precision_and_places_go_to_the_base(dtype, expected, classifier):
     arguments = ModelArguments(
         adapter=str(classifier), class_names=list(NAMES), dtype=dtype, device_map="cpu"
     )
-    embeddings = load(arguments).model.get_base_model().bert.embeddings
-    assert embeddings.word_embeddings.weight.dtype == expected
+    base = load(arguments).model.get_base_model()
+    assert base.bert.embeddings.word_embeddings.weight.dtype == expected
+    assert base.config.pad_token_id == 0

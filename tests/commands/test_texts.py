@@ -77,6 +77,15 @@ def test_a_row_without_a_text_is_named(value):
     rows = [{"text": "red"}, {"text": value}]
     with pytest.raises(ValueError, match=r"Row 2 of new\.csv has nothing in .*'text'"):
         column_of(rows, "text", "new.csv")
+    with pytest.raises(UsageError, match="no column 'body', only text"):
+        column_of(rows, "body", "new.csv")
+
+
+def test_other_names_are_data_sets_of_the_hub(monkeypatch):
+    load = lambda name, split: [{"text": name, "label": split}]  # noqa: E731
+    monkeypatch.setattr("datasets.load_dataset", load)
+    for source, split in (("news", "train"), ("news:test", "test")):
+        assert read_rows(source) == [{"text": "news", "label": split}]
 
 
 # --- labels ---------------------------------------------------------------------------

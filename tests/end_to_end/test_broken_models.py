@@ -67,12 +67,11 @@ def test_what_is_not_finite_is_named_and_does_no_harm(
     la(X)
     # A failed pass proves nothing of the layout: examples are still together.
     assert len(calls) == 1
-    if structure == "lowrank_kron":
-        model.kind = kind
-        # A single example needs no proof, which has another check.
-        for use in (lambda: la(X), lambda: la(X[:1]), lambda: la.fit([(X[:1], y[:1])])):
-            with pytest.raises(ValueError, match=message):
-                use()
+    model.kind = kind
+    # A single example needs no proof, which has another check.
+    for use in (lambda: la(X), lambda: la(X[:1]), lambda: la.fit([(X[:1], y[:1])])):
+        with pytest.raises(ValueError, match=message):
+            use()
 
 
 # --- layers that are not called, or bring no gradient ---------------------------------

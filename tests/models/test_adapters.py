@@ -8,7 +8,7 @@ from peft import load_peft_weights
 
 from laplace_lora_ext.models.adapters import add_fresh_adapter
 from tests.support.models import lora_model
-from tests.support.posteriors import fitted
+from tests.support.posteriors import fitted, plain_regression
 
 
 def test_files_are_those_of_ones_own_adapter_but_for_the_weights_drawn(tmp_path):
@@ -26,6 +26,11 @@ def test_files_are_those_of_ones_own_adapter_but_for_the_weights_drawn(tmp_path)
     for name, value in drawn.items():
         takes_part = ".layer.1." in name and "lora_" in name
         assert torch.equal(value, weights[name]) != takes_part, name
+    with pytest.raises(FileExistsError, match="sample_0 exists"):
+        la.sample_adapters(2, last.parent)
+    plain, _ = plain_regression()
+    with pytest.raises(ValueError, match="no PeftModel"):
+        plain.sample_adapters(1, own)
 
 
 @pytest.mark.parametrize("adapter", ["second", "weight", "default_2", "lora_A"])

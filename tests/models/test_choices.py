@@ -123,7 +123,9 @@ def test_answers_and_choices_of_one_token_are_class_tokens(gpt2, eight_texts):
     expected, hidden = logits_and_hidden_states(of_tokens, eight_texts)
     assert torch.equal(nested(eight_texts), expected)
     (choices,) = of_prompts([eight_texts], [[token] for token in CLASS_TOKEN_IDS])
-    found, hidden_of_choices = logits_and_hidden_states(LogitsModel(gpt2), choices)
+    found, hidden_of_choices = logits_and_hidden_states(
+        LogitsModel(gpt2), choices | {"return_dict": True}
+    )
     # Logits of choices are log-probabilities, which differ from logits by a constant.
     assert_close(found.softmax(-1), expected.softmax(-1), rtol=1e-10, atol=1e-12)
     # Variances are learnt from the same.

@@ -49,7 +49,7 @@ def amortized():
 def test_variances_that_fit_no_covariance_give_the_nearest_one():
     la, X = plain_regression()
     # Numbers have no swapped copies.
-    assert la.amortize([X]).n_examples == 12
+    assert "n_examples=12" in repr(la.amortize([X]))
     # Of outputs with a variance of 1 each, no difference has more than 4.
     logs = torch.tensor([1.0, 1.0, 10.0]).double().log()
     learnt = la.learnt_variance

@@ -111,3 +111,11 @@ def test_margins_are_warned_of():
     batch["margin"] = torch.ones(N_PAIRS)
     with pytest.warns(UserWarning, match="has no margin"):
         la.fit([batch])
+
+
+def test_what_makes_no_pairs_of_rewards_is_refused():
+    odd = {key: value[1:] for key, value in stacked().items()}
+    with pytest.raises(ValueError, match="no pairs"):
+        make(reward_model(), likelihood="reward_modeling").fit([odd])
+    with pytest.raises(ValueError, match="num_labels=1"):
+        fit(lora_model("bert"))
