@@ -214,15 +214,13 @@ class KronLoRALaplace(LoRALaplace, KronLaplace):
     def log_det_posterior_precision(self) -> Tensor:
         """Compute the log-determinant of the posterior precision, in float64."""
         self._check_H_init()
-        # Unlike the host's product with a number, this one has a derivative in it.
-        factor = self._H_factor.double()
         # Pairs, whatever the host's annotation says.
         eigenvalues: Any = [
-            [factor ** (1 / len(pair)) * values.double() for values in pair]
-            for pair in self.H.eigenvalues
+            [values.double() for values in pair] for pair in self.H.eigenvalues
         ]
-        deltas = self.prior_precision.double().expand(self.n_layers)
-        return KronDecomposed(self.H.eigenvectors, eigenvalues, deltas).logdet()
+        curvature = KronDecomposed(self.H.eigenvectors, eigenvalues)
+        prior = self.prior_precision.double()
+        return (curvature * self._H_factor.double() + prior).logdet()
 
 
 class DiagLoRALaplace(LoRALaplace, DiagLaplace):
