@@ -13,7 +13,7 @@ from tests.support.models import N_CLASSES, lora_model, ragged_batches
 from tests.support.new_tensors import NewTensors, tensors_in
 from tests.support.posteriors import count_forward_passes, fitted, make
 
-WIDTH = 52
+WIDTH = 60
 # Sizes of the large factors, and of nothing else.
 LARGE = {WIDTH, 2 * WIDTH, 3 * WIDTH}
 TEXTS = ragged_batches(batch_size=4)
@@ -150,13 +150,13 @@ def test_a_fit_takes_few_passes_and_makes_no_large_tensor(wide, at_once, monkeyp
 
 def test_all_rows_of_a_batch_go_together_where_they_are_few(wide, monkeypatch):
     updated = []
-    update = kron._update
+    leading_of = kron._leading_of
 
-    def note(factors, rows):
-        updated.append(len(factors))
-        update(factors, rows)
+    def note(rows, width):
+        updated.append(len(rows))
+        return leading_of(rows, width)
 
-    monkeypatch.setattr(kron, "_update", note)
+    monkeypatch.setattr(kron, "_leading_of", note)
     wide.fit(TEXTS)
     assert sum(updated) == len(TEXTS) * len(wide.blocks)
     # Inputs, output gradients, and those of the last layer, which are fewer rows.
