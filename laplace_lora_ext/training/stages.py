@@ -1,8 +1,8 @@
 """Training in stages: some texts choose the prior, and are learnt afterwards.
 
 A training may go on where an interrupted run stopped. A mark in its folder says what
-decides it, and once it has ended what its log is. Marks in its checkpoints say that
-these are its own, and whole: a folder may hold those of other runs.
+decides it, and once it has ended what its log is. Checkpoints that are older than the
+mark are those of another run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import TrainerCallback, set_seed
+from transformers import set_seed
+from transformers.trainer import TRAINER_STATE_NAME
 
 from laplace_lora_ext.laplace import Laplace, has_answers
 from laplace_lora_ext.lora_laplace import LoRALaplace
@@ -272,7 +273,7 @@ def train_in_stages(
     trainings = list(product((1, 2), range(members)))
     if not resume_from_checkpoint and args.should_save:
         for stage, member in trainings:
-            _forget(output / _folder(stage, member))
+            (output / _folder(stage, member) / _MARK).unlink(missing_ok=True)
     in_turn = iter(enumerate(trainings, start=1))
     log: Log = []
 
@@ -346,21 +347,6 @@ def in_stages(
     return la
 
 
-class _MarkCheckpoints(TrainerCallback):
-    """Marks each checkpoint once it is whole."""
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the mark, last of all files of the checkpoint."""
-        if args.should_save:
-            _write(Path(args.output_dir, f"checkpoint-{state.global_step}"), {})
-
-
-def _forget(folder: Path) -> None:
-    """Remove the marks of an earlier run, which nobody is to go on with."""
-    for mark in (folder / _MARK, *folder.glob(f"checkpoint-*/{_MARK}")):
-        mark.unlink(missing_ok=True)
-
-
 def _train_or_read(
     trainer: Any, examples: Any, share_of_steps: float, folder: Path, identity: str
 ) -> Log:
@@ -394,14 +380,7 @@ def _train_or_read(
     if mark["log"] is not None:
         read_adapter(model, adapter, folder)
         return mark["log"]
-    train_with(
-        trainer,
-        examples,
-        share_of_steps,
-        folder,
-        checkpoint=checkpoint,
-        callbacks=[_MarkCheckpoints()],
-    )
+    train_with(trainer, examples, share_of_steps, folder, checkpoint)
     log = trainer.state.log_history
     if trainer.args.should_save:
         write_adapter(model, adapter, {}, folder)
@@ -412,11 +391,17 @@ def _train_or_read(
 
 def _begun(folder: Path) -> tuple[dict[str, Any] | None, Path | None]:
     """Find a training's mark, and its last checkpoint that is whole."""
-    if not (folder / _MARK).exists():
+    mark = folder / _MARK
+    if not mark.exists():
         return None, None
-    whole = [mark.parent for mark in folder.glob(f"checkpoint-*/{_MARK}")]
+    # The file that a trainer writes last. What is older than the mark is another run's.
+    whole = [
+        state.parent
+        for state in folder.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")
+        if state.stat().st_mtime_ns > mark.stat().st_mtime_ns
+    ]
     last = max(whole, key=lambda path: int(path.name.split("-")[1]), default=None)
-    return json.loads((folder / _MARK).read_text(encoding="utf-8")), last
+    return json.loads(mark.read_text(encoding="utf-8")), last
 
 
 def _write(folder: Path, content: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -17,7 +17,6 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
 
 from laplace_lora_ext.models.adapters import find_peft_model, read_adapter
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
@@ -149,9 +148,7 @@ def train_with(
     examples: Any,
     share_of_steps: float,
     folder: Path,
-    *,
     checkpoint: Path | None = None,
-    callbacks: Sequence[TrainerCallback] = (),
 ) -> None:
     """Train a trainer's model with an optimizer and a schedule of their own.
 
@@ -171,11 +168,8 @@ def train_with(
     # Below 1, transformers takes the number for a share of all steps.
     if args.warmup_steps >= 1:
         args.warmup_steps = round(share_of_steps * args.warmup_steps)
-    handler = copy(trainer.callback_handler)
-    handler.callbacks = [*handler.callbacks, *callbacks]
     with as_before(trainer):
         trainer.args, trainer.train_dataset = args, examples
-        trainer.callback_handler = handler
         trainer.optimizer = trainer.lr_scheduler = None
         # A wrapper knows the weights that were trained before.
         trainer.model_wrapped = trainer.model

@@ -1,6 +1,7 @@
 """Training in stages: held-out texts choose the prior, and are learnt in the end."""
 
 import json
+import time
 from copy import copy
 from pathlib import Path
 
@@ -288,8 +289,12 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path):
 
 
 def test_the_last_checkpoint_is_that_of_most_steps(tmp_path):
-    for folder in (tmp_path, tmp_path / "checkpoint-9", tmp_path / "checkpoint-10"):
-        stages._write(folder, {})
+    stages._write(tmp_path, {})
+    time.sleep(0.05)  # as any step takes
+    for name in ("checkpoint-9", "checkpoint-10"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trainer_state.json").touch()
+    (tmp_path / "checkpoint-11").mkdir()  # not whole
     assert stages._begun(tmp_path) == ({}, tmp_path / "checkpoint-10")
 
 
