@@ -168,11 +168,18 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             progress_bar,
             owners=self.model.owners,
         )
-        return PredictiveStatistics.of_columns(
-            tuple(column.to(device) for column in columns),
+        f_mu, projections, inner_products, *others = (
+            column.to(device) for column in columns
+        )
+        classes = None if contrasts is None else others.pop()
+        return PredictiveStatistics(
+            f_mu,
+            projections,
+            inner_products,
             spectrum=self.H.spectrum,
             scale=self._H_factor.detach(),
-            of_contrasts=contrasts is not None,
+            targets=others.pop() if others else None,
+            classes=classes,
         )
 
     @exclusive

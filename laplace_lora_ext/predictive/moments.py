@@ -202,13 +202,12 @@ class Contrasts:
 
     n_contrasts: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.n_contrasts is not None:
-            check_counts(n_contrasts=self.n_contrasts)
-
     def most(self, n_outputs: int) -> int:
         """Return how many contrasts an example may have."""
-        return min(self.n_contrasts or MOST, n_outputs - 1)
+        if self.n_contrasts is None:
+            return min(MOST, n_outputs - 1)
+        check_counts(n_contrasts=self.n_contrasts)
+        return min(self.n_contrasts, n_outputs - 1)
 
     def classes(self, logits: Tensor) -> Tensor:
         """List each example's classes `(B, 1 + k)`, the most probable one first.

@@ -78,8 +78,8 @@ class TextScores(NamedTuple):
 def score_texts(
     members: Sequence[Posterior],
     batch: Mapping[str, Any],
-    n_samples: int = 10,
-    generator: torch.Generator | None = None,
+    n_samples: int,
+    generator: torch.Generator | None,
 ) -> TextScores:
     """Score how likely texts are, and how uncertain each of their tokens is.
 
@@ -113,8 +113,8 @@ def score_texts(
 def draw_logits(
     members: Sequence[Posterior],
     batch: Mapping[str, Any],
-    n_samples: int = 10,
-    generator: torch.Generator | None = None,
+    n_samples: int,
+    generator: torch.Generator | None,
 ) -> Tensor:
     """Compute logits `(S, N, V)` of S draws at the N labelled tokens.
 

@@ -116,28 +116,6 @@ class PredictiveStatistics(_Rows):
     targets: Tensor | None = None
     classes: Tensor | None = None
 
-    @classmethod
-    def of_columns(
-        cls, columns: Columns, spectrum: Spectrum, scale: Tensor, of_contrasts: bool
-    ) -> PredictiveStatistics:
-        """Make statistics of tensors with a row for each example.
-
-        Parameters
-        ----------
-        columns : tuple of torch.Tensor
-            as `columns` lists them
-        spectrum : Spectrum
-            of the curvature, without a prior
-        scale : torch.Tensor
-            `()`, factor of the curvature
-        of_contrasts : bool
-            whether the columns have `classes`
-        """
-        f_mu, projections, inner_products, *others = columns
-        classes = others.pop() if of_contrasts else None
-        targets = others.pop() if others else None
-        return cls(f_mu, projections, inner_products, spectrum, scale, targets, classes)
-
     def moments(self, prior_precision: float | Tensor) -> Moments:
         """Compute mean and covariance of the logits under a prior precision.
 
