@@ -119,9 +119,7 @@ def outcomes(
     return Outcomes(trained.flatten(0, -2), prediction, labels.flatten())
 
 
-def predict_both(
-    la: Any, inputs: Any, pred_type: str = "glm"
-) -> tuple[Tensor, Prediction]:
+def predict_both(la: Any, inputs: Any, pred_type: str) -> tuple[Tensor, Prediction]:
     """Return a trained model's logits of a batch, and its posterior's prediction.
 
     All batches see the same draws.

@@ -288,8 +288,8 @@ class Predictor:
             trainer,
             unlabelled,
             adapter_name,
-            generator=generator,
-            progress_bar=progress_bar,
+            generator,
+            progress_bar,
         )
 
     def score(

@@ -56,7 +56,7 @@ class Choices(Answers):
     def __init__(
         self,
         transformer: PreTrainedModel | None,
-        normalised: bool = False,
+        normalised: bool,
         first_tokens: Sequence[int] = (),
     ) -> None:
         super().__init__(transformer, first_tokens)
@@ -140,7 +140,7 @@ class AnswerTexts(Choices):
         self,
         class_token_ids: list[list[int]],
         transformer: PreTrainedModel | None,
-        normalised: bool = False,
+        normalised: bool,
     ) -> None:
         first_tokens = sorted({answer[0] for answer in class_token_ids})
         super().__init__(transformer, normalised, first_tokens)

@@ -77,7 +77,7 @@ def test_a_row_without_a_text_is_named(value):
     rows = [{"text": "red"}, {"text": value}]
     with pytest.raises(ValueError, match=r"Row 2 of new\.csv has nothing in .*'text'"):
         column_of(rows, "text", "new.csv")
-    with pytest.raises(UsageError, match="no column 'body', only text"):
+    with pytest.raises(ValueError, match="no column 'body', only text"):
         column_of(rows, "body", "new.csv")
 
 
