@@ -132,7 +132,9 @@ def numbers_of(labels: Sequence[str], names: Sequence[str], source: str) -> list
     """
     known = {name: number for number, name in enumerate(names)}
     if not any(name.isdecimal() for name in names):
-        known |= {str(number): number for number in range(len(names))}
+        for number in range(len(names)):
+            # The second as programs write a column in which some numbers are missing.
+            known |= {str(number): number, f"{number}.0": number}
     for row, label in enumerate(labels, start=1):
         if label.strip() not in known:
             raise ValueError(

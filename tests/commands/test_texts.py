@@ -97,7 +97,8 @@ STARS = ["1", "2", "3", "4", "5"]
     ("names", "labels", "expected"),
     [
         (["plant", "air"], ["air", " plant"], [1, 0]),
-        (["plant", "air"], ["1", "0"], [1, 0]),
+        # A column of numbers, of which some were missing.
+        (["plant", "air"], ["1.0", "0"], [1, 0]),
         # Names that are numbers are never taken for others.
         (STARS, ["5", "1", "4"], [4, 0, 3]),
     ],
