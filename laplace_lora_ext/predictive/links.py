@@ -14,7 +14,6 @@ from laplace_lora_ext.predictive.moments import (
     alike,
     centre,
     gaussian_samples,
-    groups_of,
     standard_normal,
 )
 
@@ -100,7 +99,7 @@ def _shrunk_by_groups(moments: Moments, classes: Tensor) -> Tensor:
     grid would take seconds a text of 150 classes otherwise.
     """
     f_mu = moments.f_mu
-    variances, covariances = alike(moments.covariance, classes)
+    groups, variances, covariances = alike(moments.covariance, classes, f_mu.shape[-1])
     of_both = variances[:, :, None] + variances[:, None, :]
     of_difference = (of_both - covariances - covariances.mT).clamp_min(0)
     factors = (1 + _PROBIT * of_difference).rsqrt()  # (B, k + 2, k + 2)
@@ -110,7 +109,6 @@ def _shrunk_by_groups(moments: Moments, classes: Tensor) -> Tensor:
     # gradient.
     lowest = torch.finfo(f_mu.dtype).min
     n_listed = classes.shape[1]
-    groups = groups_of(classes, f_mu.shape[-1])
     listed = f_mu.gather(1, classes.clamp_min(0))
     listed = listed.masked_fill(classes == NO_CLASS, lowest)
     others = f_mu.masked_fill(groups < n_listed, lowest)

@@ -239,13 +239,16 @@ class Contrasts:
         return vectors[is_known[:, 1:].any(0)]
 
 
-def alike(covariance: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
+def alike(
+    covariance: Tensor, classes: Tensor, n_outputs: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Tell from contrasts' covariances `(B, k, k)` those of all classes, by groups.
 
     The groups are the most probable class, each of k others alone, and all that are
-    left. Returned are the variances `(B, k + 2)` of their classes, and covariances `(B,
-    k + 2, k + 2)` of two classes; on the diagonal, of two in the same group. Where an
-    example needs fewer contrasts, some groups have no class.
+    left. Returned are the number `(B, C)` of each class's group, the variances `(B, k +
+    2)` of the groups' classes, and covariances `(B, k + 2, k + 2)` of two classes; on
+    the diagonal, of two in the same group. Where an example needs fewer contrasts, some
+    groups have no class.
 
     Those of the most probable class are 0. So they differ from those of the logits, but
     say the same of every difference of two that is known.
@@ -262,7 +265,15 @@ def alike(covariance: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
         `(B, k, k)`, 0 where an example needs fewer contrasts
     classes : torch.Tensor
         `(B, 1 + k)`, what `Contrasts.classes` returned
+    n_outputs : int
+        C
     """
+    n_examples, n_listed = classes.shape
+    groups = classes.new_full((n_examples, n_outputs + 1), n_listed)
+    columns = torch.where(classes == NO_CLASS, n_outputs, classes)
+    places = torch.arange(n_listed, device=classes.device).expand_as(classes)
+    groups = groups.scatter(1, columns, places)[:, :n_outputs]
+
     of_known = covariance.diagonal(dim1=1, dim2=2)
     n_known = (classes[:, 1:] != NO_CLASS).sum(1)
     sums = covariance.sum(2)
@@ -285,16 +296,7 @@ def alike(covariance: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
     covariances = pad(covariance, (1, 1, 1, 1))
     covariances[:, -1, 1:-1] = covariances[:, 1:-1, -1] = with_known
     covariances[:, -1, -1] = shared
-    return variances, covariances
-
-
-def groups_of(classes: Tensor, n_outputs: int) -> Tensor:
-    """Number the group of each class, `(B, C)`: its place in `classes`, or the last."""
-    n_examples, n_listed = classes.shape
-    groups = classes.new_full((n_examples, n_outputs + 1), n_listed)
-    columns = torch.where(classes == NO_CLASS, n_outputs, classes)
-    places = torch.arange(n_listed, device=classes.device).expand_as(classes)
-    return groups.scatter(1, columns, places)[:, :n_outputs]
+    return groups, variances, covariances
 
 
 def completed(covariance: Tensor, classes: Tensor, n_outputs: int) -> Tensor:
@@ -302,8 +304,7 @@ def completed(covariance: Tensor, classes: Tensor, n_outputs: int) -> Tensor:
 
     What they are is told by `alike`, which takes the same. C is `n_outputs`.
     """
-    variances, covariances = alike(covariance, classes)
-    groups = groups_of(classes, n_outputs)
+    groups, variances, covariances = alike(covariance, classes, n_outputs)
     examples = torch.arange(len(groups), device=groups.device)[:, None, None]
     V = covariances[examples, groups[:, :, None], groups[:, None, :]]
     return V.diagonal_scatter(variances.gather(1, groups), dim1=1, dim2=2)
