@@ -32,6 +32,7 @@ def test_a_calibration_prints_and_saves_a_verdict_beside_a_temperature(calibrate
     assert names == ["trained model", "temperature", "posterior"]
     saved = read_state(calibrated.options["posterior"])["metadata"]
     assert saved["class_names"] == list(calibrated.names)
+    assert (saved["text_column"], saved["label_column"]) == ("text", "label")
     assert saved["verdict"] == lines[6]
     assert "85% of the answers are right" in saved["verdict"]
     p = saved["held_out"]["probabilities"]
