@@ -186,6 +186,11 @@ def first_places(places: Tensor) -> tuple[Tensor, Tensor]:
     return index, places.take_along_dim(index, dim=1)
 
 
+def output_layer_of(transformer: PreTrainedModel | None) -> nn.Module | None:
+    """Find the layer that makes logits of a vocabulary."""
+    return None if transformer is None else transformer.get_output_embeddings()
+
+
 def logits_at(
     transformer: PreTrainedModel | None,
     index: Tensor,
@@ -212,9 +217,9 @@ def logits_at(
         places = index.to(hidden.device)[..., None]
         return (hidden.take_along_dim(places, dim=1), *others)
 
-    layer = None if transformer is None else transformer.get_output_embeddings()
-    is_layer = isinstance(layer, nn.Module)
-    with layer.register_forward_pre_hook(select) if is_layer else nullcontext():
+    layer = output_layer_of(transformer)
+    hook = nullcontext() if layer is None else layer.register_forward_pre_hook(select)
+    with hook:
         logits = logits_of(call())
     if logits.ndim != 3:
         raise ValueError(

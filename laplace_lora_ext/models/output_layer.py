@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import PreTrainedModel
 
-from laplace_lora_ext.models.answers import first_places, logits_at
+from laplace_lora_ext.models.answers import first_places, logits_at, output_layer_of
 from laplace_lora_ext.models.logits_model import LogitsModel
 
 # How many calls of layers are searched for the logits: the last ones, so that few
@@ -54,7 +54,7 @@ def logits_and_hidden_states(
     Call it within a session.
     """
     tree = model.tree
-    output_layer = _output_layer(model)
+    output_layer = output_layer_of(model.transformer) if model.has_answers else None
     layers = tree.read_by
     if output_layer is not None:
         layers = [output_layer]
@@ -87,14 +87,6 @@ def logits_and_hidden_states(
             return logits, hidden
     tree.read_by = tree.read_by or []
     return logits, None
-
-
-def _output_layer(model: LogitsModel) -> nn.Module | None:
-    """Find the layer that makes a language model's answers' logits."""
-    if model.transformer is None or not model.has_answers:
-        return None
-    layer = model.transformer.get_output_embeddings()
-    return layer if isinstance(layer, nn.Module) else None
 
 
 def _hidden_states(
@@ -213,8 +205,8 @@ class LastStates:
 
     def call(self, call: Callable[[Any], Any], inputs: Any) -> Any:
         """Call a model on a batch, or give its output layer the states again."""
-        layer = self._transformer.get_output_embeddings()
-        if not isinstance(layer, nn.Module):  # nothing is kept, and all runs again
+        layer = output_layer_of(self._transformer)
+        if layer is None:  # nothing is kept, and all runs again
             return call(inputs)
         with layer.register_forward_pre_hook(self._give, prepend=True):
             if self._states is None:
