@@ -246,7 +246,7 @@ class Predictor:
         ----------
         trainer : transformers.Trainer
             the one that has trained the model. It, the active adapter and all random
-            states are the same afterwards
+            states are the same afterwards; meanwhile copies of its callbacks act
         unlabelled : {"swapped"}, Dataset or None
             more texts to learn from: copies of the training texts in which 30 % of the
             tokens are swapped for those of other training texts, or a data set for the
