@@ -195,9 +195,10 @@ class LogitsModel(nn.Module):
         places = self.places(batch)
         n_examples = n_logits if places is None else len(places)
         rows = self.answers.rows(self._inputs(batch))
-        owners = None if places is None else places.nonzero()[:, 0]
         positions = positions_of(rows, n_examples, self.device)
-        return positions._replace(owners_of_logits=owners)
+        if places is None:
+            return positions
+        return positions._replace(owners_of_logits=places.nonzero()[:, 0])
 
     def places(self, batch: Any) -> Tensor | None:
         """Mark the tokens `(B, T)` that have logits; None where examples have one row.
