@@ -137,6 +137,7 @@ def test_a_factor_of_the_members_priors_is_chosen_for_the_mixture(kind):
 def test_a_mixture_keeps_what_its_posteriors_were_when_they_were_given():
     both = two()
     mixture = both.mixture()
+    assert mixture.prior_precision == mixture.logit_scale == 1
     # The mixture's is a factor of its members' own.
     mixture.prior_precision = 10
     assert priors_of(*both.members) == [2, 0.5]

@@ -1,8 +1,10 @@
 """The user's own trainer trains again, and is as before."""
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -57,8 +59,13 @@ def test_afterwards_a_trainer_and_its_callbacks_are_as_before(tmp_path):
     trainer.model_wrapped = "around weights that were trained before"
     before = [getattr(trainer, name) for name in KEPT]
     log = list(trainer.state.log_history)
+    random.seed(0)
+    np.random.seed(0)
     with without_trace(trainer):
         train_with(trainer, Texts(8), 2.0, Path(tmp_path, "again"))
+        # As a collator may.
+        drawn = random.random(), np.random.rand()
+    assert (random.random(), np.random.rand()) == drawn
     assert (tmp_path / "again" / "checkpoint-4").exists()
     assert [getattr(trainer, name) for name in KEPT] == before
     assert trainer.state.log_history == log
