@@ -215,7 +215,8 @@ def number_of(kinds: Tensor) -> int:
 
 def mean_squared_slope(la: Posterior) -> float:
     """Return tr(H) / (N C), of a regression how outputs vary with a weight; 1 for 0."""
-    return trace_of(la.H) / (la.n_data * la.n_outputs) or 1.0
+    with torch.autocast(la.model.device.type, enabled=False):
+        return trace_of(la.H) / (la.n_data * la.n_outputs) or 1.0
 
 
 def unit_of_priors(la: Posterior) -> float:
