@@ -95,7 +95,8 @@ Output = namedtuple("Output", ["hidden_states", "logits"])
 )
 def test_logits_are_read_off_the_output_in_float32(output):
     model = LogitsModel(Returning(output))
-    logits = model(X)
+    # A model of one's own may read texts.
+    logits = model(["three", "short", "texts"])
     assert torch.equal(logits, LOGITS)
     assert logits.dtype is torch.float32
     assert model.output_size == 2

@@ -15,7 +15,7 @@ from laplace_lora_ext import Prediction
 from laplace_lora_ext.predictive import data_sets
 from tests.support.choices import prompts_of
 from tests.support.models import ragged_batches
-from tests.support.posteriors import fitted, generator
+from tests.support.posteriors import fitted, generator, plain_regression
 from tests.support.ranks import assert_alike, on_ranks
 
 # Of texts alone and of the same texts padded beside others, in float64.
@@ -126,6 +126,9 @@ def test_long_texts_come_first_and_each_example_is_read_once(la, expected, monke
     monkeypatch.setattr(data_sets, "_BATCHES_AT_ONCE", 2)
     found = la.predict_proba(rows(), **of_size(2))
     assert_close(torch.from_numpy(found), expected.probabilities, **CLOSE)
+    # Others than texts are all as long.
+    numbers, X = plain_regression()
+    assert_close(numbers.predict(X, collate_fn=torch.stack).mean, numbers(X)[0])
 
 
 def by_five_draws(la: Any, data: Any, **options: Any) -> Prediction:
