@@ -7,6 +7,7 @@ import pytest
 
 import laplace_lora_ext
 from tests.support.models import CLASS_TOKEN_IDS, TwoLinear, lora_model
+from tests.support.tasks import token_classifier
 
 # In a process of its own, since this one has imported the package long ago.
 SCRIPT = """
@@ -55,6 +56,8 @@ def test_likelihood_is_read_off_the_model(n_labels, problem_type, likelihood):
     model.config.problem_type = problem_type
     la = laplace_lora_ext.Laplace(model)
     assert la.likelihood == likelihood
+    of_tokens = laplace_lora_ext.Laplace(token_classifier())
+    assert of_tokens.likelihood == "token_classification"
 
 
 def test_answers_of_a_language_model_are_classes():
