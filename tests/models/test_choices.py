@@ -14,6 +14,7 @@ import laplace_lora_ext
 from laplace_lora_ext.models.choices import DataCollatorForChoices
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.output_layer import logits_and_hidden_states
+from tests.support.cases import unpadded_rows
 from tests.support.choices import (
     ANSWERS,
     batches_of_own_choices,
@@ -33,6 +34,7 @@ from tests.support.models import (
     record_calls,
 )
 from tests.support.pages import WORDS, write_adapter
+from tests.support.tasks import of_written_answers
 from tests.support.texts import encoder_decoder
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -43,9 +45,9 @@ MOST_TOKENS = 3  # the longest answer's
 Batch = dict[str, Tensor]
 
 
-def with_choices(batch: Batch) -> Batch:
+def with_choices(batch: Batch, side: str = "right") -> Batch:
     """Put `ANSWERS` behind each text of a batch."""
-    (choices,) = of_prompts([batch], ANSWERS)
+    (choices,) = of_prompts([batch], ANSWERS, side)
     return choices
 
 
@@ -62,11 +64,11 @@ def expected_logits(model: Any, batch: Any, normalised: bool = False) -> Tensor:
 # --- what a logit is ------------------------------------------------------------------
 
 
-# Of padding on the right in the contract.
-def test_answers_of_all_texts_are_choices_of_each(gpt2):
-    of_answers = LogitsModel(gpt2, ANSWERS, normalised=True)
-    for batch in ragged_batches(padding_side="left"):
-        expected = expected_logits(gpt2, with_choices(batch), normalised=True)
+@pytest.mark.parametrize(("side", "normalised"), [("left", True), ("right", False)])
+def test_answers_of_all_texts_are_choices_of_each(gpt2, side, normalised):
+    of_answers = LogitsModel(gpt2, ANSWERS, normalised=normalised)
+    for batch in ragged_batches(padding_side=side):
+        expected = expected_logits(gpt2, with_choices(batch), normalised)
         assert_close(of_answers(batch), expected, **EXACT)
     # Without a mask there is no padding.
     ids = batch["input_ids"][:, 5:]
@@ -95,9 +97,12 @@ def test_only_what_counts_is_read(eight_texts):
 # --- encoder-decoders -----------------------------------------------------------------
 
 
-def test_an_encoder_decoder_has_choices_as_it_has_answers(eight_texts):
+def test_an_encoder_decoder_writes_its_answers(eight_texts):
     writer = encoder_decoder("bart")
+    expected = [of_written_answers(writer, row) for row in unpadded_rows(eight_texts)]
     found = LogitsModel(writer, ANSWERS)(eight_texts)
+    assert_close(found, torch.stack(expected), **EXACT)
+
     # Of choices it reads the text once.
     start = writer.config.decoder_start_token_id
     of_decoder = choices_batch(prompts=[[start]] * 8, choices=[ANSWERS] * 8)
