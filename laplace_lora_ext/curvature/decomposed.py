@@ -326,7 +326,7 @@ class LowRankKronDecomposed:
         """Compute the log-determinant in float64, differentiable in `deltas`."""
         return self.spectrum.logdet(self.scale, self.deltas)
 
-    def bmm(self, W: Tensor, exponent: float = -1) -> Tensor:
+    def bmm(self, W: Tensor, exponent: float) -> Tensor:
         """Multiply each row of `W`, `(..., parameters)`, by `self ** exponent`."""
         sizes = [math.prod(block.shape) for block in self.blocks]
         parts = list(W.reshape(-1, W.shape[-1]).split(sizes, dim=-1))

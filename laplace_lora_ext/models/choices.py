@@ -96,7 +96,6 @@ class Choices(Answers):
         if self._decodes:
             counts = flat.pop(SCORE_MASK)
             text = decoder_text(flat)
-            flat = dict(text_first(flat))
         else:
             # Padding that is moved behind the text takes the mask along.
             text = flat = dict(text_first(flat))
