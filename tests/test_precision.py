@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from tests.support.dense import curvature_of
 from tests.support.models import first_batch, head_of, lora_model, ragged_batches
 from tests.support.posteriors import (
     OURS_AND_A_HOSTS,
@@ -15,17 +14,8 @@ from tests.support.posteriors import (
     STRUCTURES,
     fitted,
     generator,
-    with_structures,
 )
 from tests.support.snapshots import tensors_of
-
-# Relative errors in bfloat16: twice what was measured over these models and settings.
-BOUNDS = {
-    "curvature": 0.17,
-    "covariance": 0.11,
-    "evidence": 0.034,
-    "probabilities": 0.0025,
-}
 
 
 def posterior(kind: str = "bert", model: nn.Module | None = None, **keywords: Any):
@@ -37,19 +27,6 @@ def posterior(kind: str = "bert", model: nn.Module | None = None, **keywords: An
 
 def autocast() -> torch.autocast:
     return torch.autocast("cpu", dtype=torch.bfloat16)
-
-
-def results(la: Any) -> dict[str, Tensor]:
-    batch = first_batch()
-    # Rounding would be that of this comparison, and not of the fit.
-    with torch.autocast("cpu", enabled=False):
-        curvature = curvature_of(la).diagonal()
-    return {
-        "curvature": curvature,
-        "covariance": la.predictive_moments(batch).f_var,
-        "evidence": la.log_marginal_likelihood(),
-        "probabilities": la(batch),
-    }
 
 
 def assert_full_precision(la: Any) -> None:
@@ -73,11 +50,6 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     # In float64, so that the comparison itself rounds nothing.
     difference = actual.double() - expected.double()
     return (difference.norm() / expected.double().norm()).item()
-
-
-def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    for name, bound in BOUNDS.items():
-        assert relative_error(found[name], expected[name]) < bound, name
 
 
 @pytest.mark.parametrize("structure", OURS_AND_A_HOSTS)
@@ -119,40 +91,18 @@ def test_confident_samples_keep_their_curvature_in_half_precision():
     ("kind", "structure"),
     [("gpt2", "lowrank_kron"), ("bert", "kron"), ("bert", "diag"), ("bert", "full")],
 )
-def test_fit_and_predictions_under_autocast_give_the_posterior_of_float32(
-    kind, structure
-):
-    expected = results(posterior(kind, structure=structure))
+def test_a_fit_under_autocast_is_near_that_in_float32(kind, structure):
+    batch = first_batch()
+    expected = posterior(kind, structure=structure).predictive_moments(batch).f_var
     with autocast():
         la = posterior(kind, structure=structure)
         assert_full_precision(la)
-        actual = results(la)
+        found = la.predictive_moments(batch).f_var
         # What was computed in between has left autocast on.
         one = torch.ones(1, 1)
         assert (one @ one).dtype == torch.bfloat16
-    assert_near(actual, expected)
-    # The model's are rounded.
-    assert not torch.equal(actual["probabilities"], expected["probabilities"])
-
-
-@pytest.mark.parametrize(("structure", "pred_type"), with_structures(["glm", "nn"]))
-def test_predictions_alone_under_autocast_are_near_those_without(structure, pred_type):
-    la = posterior(structure=structure)
-    batch = first_batch()
-
-    def predicted():
-        options = {"pred_type": pred_type, "n_samples": 20, "generator": generator()}
-        return la(batch, link_approx="mc", **options)
-
-    expected = predicted()
-    with autocast():
-        found = predicted()
-    assert found.dtype is torch.float32
-    # The model's passes are rounded.
-    assert not torch.equal(found, expected)
-    assert (found - expected).abs().max() < 0.02
-    # Nothing that was kept on the way is of half precision.
-    assert torch.equal(predicted(), expected)
+    # The model's passes are rounded: twice what was measured over these models.
+    assert 0 < relative_error(found, expected) < 0.11
 
 
 @pytest.mark.parametrize(
@@ -164,7 +114,7 @@ def test_all_but_the_models_own_passes_is_computed_as_without_autocast(
 ):
     model = lora_model("bert", torch.float32)
     model.forward = torch.autocast("cpu", enabled=False)(model.forward)
-    la = fitted(model=model, structure=structure, rank=10, prior_precision=1e-3)
+    la = posterior(model=model, structure=structure)
     la.recorder.layouts.examples_apart = examples_apart
     batches = ragged_batches()
     batch, *_ = batches
@@ -187,6 +137,7 @@ def test_all_but_the_models_own_passes_is_computed_as_without_autocast(
         ]
         for link in ("mean_field", "probit", "mc"):
             found.append(la(batch, link_approx=link, generator=generator()))
+        found.append(la(batch, "nn", "mc", n_samples=3, generator=generator()))
         if structure == "lowrank_kron":
             statistics = la.predictive_statistics(batches)
             found.append(statistics.moments(0.1).f_var)

@@ -15,8 +15,6 @@ SCALE = 2.5
 # Both sides scale the same logits, in another order: they are apart by rounding alone.
 ROUNDING = {"rtol": 1e-12, "atol": 1e-14}
 
-Batch = dict[str, Tensor]
-
 
 @pytest.fixture
 def la():

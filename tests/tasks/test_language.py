@@ -35,7 +35,7 @@ from tests.support.models import (
     without_labels,
 )
 from tests.support.new_tensors import NewTensors
-from tests.support.posteriors import count_forward_passes, generator, make
+from tests.support.posteriors import generator, make
 from tests.support.tasks import IGNORED
 from tests.support.texts import (
     drawn_models,
@@ -217,15 +217,11 @@ def test_scores_are_those_of_a_mixture_of_drawn_models():
     assert_close(found, expected, rtol=1e-8, atol=1e-10)
 
 
-PADDINGS = [
-    {"batch_size": 1},
-    {"batch_size": 6, "padded_to": 12},
-    {"batch_size": 4, "padding_side": "left", "padded_to": 9},
-]
+WIDE = {"batch_size": 6, "padded_to": 12}
+ON_THE_LEFT = {"batch_size": 4, "padding_side": "left", "padded_to": 9}
 
 
-@pytest.mark.parametrize("ragged", PADDINGS)
-def test_batch_size_and_padding_change_neither_fit_nor_score(gpt2, ragged):
+def test_batch_size_and_padding_change_neither_fit_nor_score(gpt2):
     def figures(**ragged):
         batches = text_batches(**ragged)
         for batch in batches:
@@ -236,21 +232,8 @@ def test_batch_size_and_padding_change_neither_fit_nor_score(gpt2, ragged):
         return {"H": la.H.to_matrix(), "loss": la.loss, **scored(la, batches)}
 
     expected = figures()
-    found = figures(**ragged)
+    found = figures(**ON_THE_LEFT)
     assert_close(found, expected, rtol=1e-8, atol=1e-8)
-
-
-@pytest.mark.parametrize("n_samples", [0, 3])
-def test_a_score_takes_a_pass_a_draw_and_one_more(n_samples):
-    la = fitted_text()
-    passes = count_forward_passes(la)
-    scores = la.score(first_batch(), n_samples)
-    assert len(passes) == 1 + n_samples
-    tokens = scores.tokens
-    # Without draws it is the model's own.
-    is_own = torch.equal(tokens.log_prob, tokens.map_log_prob)
-    assert is_own == (n_samples == 0)
-    assert tokens.epistemic.any() == (n_samples > 0)
 
 
 # --- few rows of logits at once -------------------------------------------------------
@@ -260,8 +243,7 @@ A_FEW_ROWS = 6
 
 # Gemma's LoRA is in the output layer as well.
 @pytest.mark.parametrize(
-    ("make_model", "ragged"),
-    [(T5, PADDINGS[1]), (gemma2, PADDINGS[1]), (overwriting, PADDINGS[2])],
+    ("make_model", "ragged"), [(T5, WIDE), (gemma2, WIDE), (overwriting, ON_THE_LEFT)]
 )
 def test_in_parts_all_is_the_same_by_as_many_passes_and_few_rows_of_logits(
     make_model, ragged, monkeypatch

@@ -148,13 +148,6 @@ def test_the_largest_columns_are_in_different_sums():
     assert dealt.tolist() == [[1, 0, 0, 1, 1], [0, 1, 1, 0, 0]]
 
 
-def test_signs_are_either_as_often():
-    signs = Draws(0, torch.arange(1000)).signs(1)
-    assert signs.unique().tolist() == [-1, 1]
-    # Three standard deviations of a mean of 1,000.
-    assert signs.mean().abs() < 0.1
-
-
 def test_each_example_and_each_seed_has_numbers_of_its_own():
     def drawn(*examples: int, seed: int = 0) -> Tensor:
         return Draws(seed, torch.tensor(examples)).uniform(2, 3)

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_lora_ext import plots
+from laplace_lora_ext import Agreement, GridSearch, plots
 from laplace_lora_ext.metrics import compare
 from laplace_lora_ext.passes import recorder
 from tests.support.cases import dense
@@ -213,22 +212,12 @@ def test_texts_without_a_label_add_nothing_to_a_fit_or_a_figure(
     assert found.posterior == expected.posterior
 
 
-def prior_by(method: str, loader_name: str):
-    """Choose a prior precision by a loader."""
-
-    def choose(la, loader) -> Tensor:
-        la.optimize_prior_precision(method=method, **{loader_name: loader})
-        return la.prior_precision
-
-    return choose
-
-
 @pytest.mark.filterwarnings("ignore:The best prior precision of the grid")
 @pytest.mark.parametrize(
     "choose",
     [
-        prior_by("agreement", "train_loader"),
-        prior_by("gridsearch", "val_loader"),
+        lambda la, loader: Agreement(train_loader=loader)(la).objective,
+        lambda la, loader: GridSearch(val_loader=loader)(la).objective,
         # Swapped tokens are drawn for each batch, of which one more changes the draws.
         lambda la, loader: la.amortize(loader, unlabelled=None).weights,
     ],

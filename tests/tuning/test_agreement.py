@@ -17,8 +17,6 @@ from tests.support.ranks import Texts
 
 METHOD = "agreement"
 
-Batch = dict[str, Tensor]
-
 
 def change(la: Any, batches: Iterable[Any], n_samples: int = 20_000) -> float:
     """Compute draws' mean total variation distance, text by text."""

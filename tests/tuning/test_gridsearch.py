@@ -254,9 +254,6 @@ def test_a_search_that_ends_without_variance_says_so():
 # --- the noise of numbers -------------------------------------------------------------
 
 
-SIGMA_NOISE = 0.5  # of `plain_regression`
-
-
 def numbers(la: Any, X: Tensor, scale: float = 1.0) -> list[tuple[Tensor, Tensor]]:
     """Make targets with noise of a known size around the model."""
     f_mu, _ = la.predictive_moments(X)
