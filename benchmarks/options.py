@@ -130,7 +130,7 @@ class Stages(SeveralSeeds):
 class Few(SeveralSeeds):
     """What do few held-out texts choose? Draws of them, around one training."""
 
-    # Unlike other numbers that of a class may be 0.
+    # A class may have the number 0.
     classes: tuple[int, ...] = option((), "numbers of the classes to keep", type=int)
     held: tuple[int, ...] = option((4, 8, 20), "texts to hold out of each class")
     draws: int = option(40, "draws of the texts that are held out")

@@ -46,16 +46,20 @@ def with_classes(task: Task, numbers: Sequence[int]) -> Task:
     if not numbers:
         return task
 
-    def of(examples: Sequence[Example]) -> list[Example]:
+    def kept(examples: Sequence[Example]) -> list[Example]:
         return [
             example._replace(label=numbers.index(example.label))
             for example in examples
             if example.label in numbers
         ]
 
-    classes = [task.classes[number] for number in numbers]
-    train, test = of(task.train), of(task.test)
-    return replace(task, classes=classes, train=train, test=test, shifted={})
+    return replace(
+        task,
+        classes=[task.classes[number] for number in numbers],
+        train=kept(task.train),
+        test=kept(task.test),
+        shifted={},
+    )
 
 
 def measured(pretrained: Pretrained, options: Few, seed: int) -> Iterator[Row]:
@@ -67,21 +71,20 @@ def measured(pretrained: Pretrained, options: Few, seed: int) -> Iterator[Row]:
     test = pretrained.data[TEST]
     statistics = la.predictive_statistics(pretrained.prediction_loader(test))
     labels = labels_of(test)
+    of_all = la.optimize_prior_precision(method="gridsearch", val_loader=statistics)
     for of_class in options.held:
         say(options, f"Seed {seed}: {of_class} texts a class")
-        drawn = [
-            losses(la, statistics, labels, held_of(labels, of_class, draw))
-            for draw in range(options.draws)
-        ]
-        temperature, posterior = zip(*drawn, strict=True)
+        drawn = [held_of(labels, of_class, draw) for draw in range(options.draws)]
+        found = [losses(la, statistics, labels, is_held) for is_held in drawn]
+        temperature, posterior = zip(*found, strict=True)
         yield {
-            "held_out": int(held_of(labels, of_class, 0).sum()),
+            "held_out": int(drawn[0].sum()),
             "temperature": fmean(temperature),
             "posterior": fmean(posterior),
             "worst_temperature": worst_of(temperature),
             "worst_posterior": worst_of(posterior),
-            "ahead": fmean(p < t for t, p in drawn),
-            "best": best(la, statistics),
+            "ahead": fmean(of_p < of_t for of_t, of_p in found),
+            "best": of_all.loss,
         }
 
 
@@ -107,12 +110,6 @@ def losses(
     la.optimize_prior_precision(method="gridsearch", val_loader=statistics[is_held])
     moments = statistics[~is_held].moments(la.prior_precision)
     return tempered, negative_log_likelihood(probabilities(la, moments, LINK), others)
-
-
-def best(la: LowRankKronLoRALaplace, statistics: PredictiveStatistics) -> float:
-    """Return the NLL of all texts by what they choose themselves."""
-    history = la.optimize_prior_precision(method="gridsearch", val_loader=statistics)
-    return history.loss
 
 
 def worst_of(found: Sequence[float]) -> float:

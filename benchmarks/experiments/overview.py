@@ -146,7 +146,7 @@ def _is_shown(row: Row) -> bool:
     method = METHODS.get(row["method"])
     if isinstance(method, Posterior):
         return (row["prior"], row["link"]) in method.shown
-    return row["prior"] not in ("held_out_prior", "held_out_penalised")
+    return row["prior"] != "held_out_prior"
 
 
 def _place(row: Row) -> int:

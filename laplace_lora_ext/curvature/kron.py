@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from laplace_lora_ext.curvature.decomposed import DecomposedBlock
 
 LinAlgError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
 
-# Rows in one step of the streaming update, the columns that are kept among them.
+# Rows in one step of the streaming update.
 _CHUNK = 1024
 # Directions that subspace iteration carries beyond the ones it returns.
 _OVERSAMPLING = 10
@@ -193,15 +192,20 @@ class StreamingUpdates:
                 continue
             # Joined as rows, which lie beside each other in memory: each block's
             # columns so far, and what is added to them.
-            parts = [[block.columns.mT, *waiting[block]] for block in blocks]
-            rows = torch.cat(list(chain(*parts))).unflatten(0, (len(blocks), -1))
+            parts: list[Tensor] = []
+            for block in blocks:
+                parts += [block.columns.mT, *waiting[block]]
+            rows = torch.cat(parts).unflatten(0, (len(blocks), -1))
             updated = _leading_of(rows, blocks[0].width)
             for block, columns in zip(blocks, updated, strict=True):
                 block.columns = columns
 
 
 def _leading_of(rows: Tensor, width: int) -> Tensor:
-    """Compute the leading columns `(blocks, d, width)` of rows `(blocks, n, d)`."""
+    """Return columns `(blocks, d, width)` whose factors lead those of `(blocks, n, d)`.
+
+    Beside them a step has the columns of the steps before.
+    """
     first, *others = rows.split(_CHUNK, dim=1)
     columns = _leading(first.mT, width)
     for chunk in others:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laplace_lora_ext.models.answers import Answers
-from laplace_lora_ext.models.batches import IGNORED, logits_of
+from laplace_lora_ext.models.batches import IGNORED, is_real, logits_of
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import is_shared
 from laplace_lora_ext.tasks.classification import Classification
@@ -57,10 +57,7 @@ class TokenLabelsModel(LogitsModel):
             if is_shared(self):
                 _check_any(places)
             return places
-        mask = X.get("attention_mask")
-        if mask is not None:
-            return mask.to(self.device).bool()
-        return torch.ones_like(X["input_ids"], dtype=torch.bool, device=self.device)
+        return is_real(X).to(self.device)
 
     def _logits(self, batch: Any) -> Tensor:
         places = self.places(batch)

@@ -214,7 +214,8 @@ def _teach(trainer: Any, model: LogitsModel, task: Task) -> None:
     trainer.compute_loss_func = None
     # So the trainer divides the loss by the number of accumulated steps; which of these
     # tells it depends on the release of transformers.
-    trainer.model_accepts_loss_kwargs = trainer.loss_is_scaled_for_ga = False
+    trainer.model_accepts_loss_kwargs = False
+    trainer.loss_is_scaled_for_ga = False
 
 
 def _collate(padding: int, records: Sequence[Record]) -> Record:

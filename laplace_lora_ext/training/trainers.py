@@ -169,8 +169,11 @@ def train_with(
     if args.warmup_steps >= 1:
         args.warmup_steps = round(share_of_steps * args.warmup_steps)
     with as_before(trainer):
-        trainer.args, trainer.train_dataset = args, examples
-        trainer.optimizer = trainer.lr_scheduler = None
+        trainer.args = args
+        trainer.train_dataset = examples
+        # The training makes its own.
+        trainer.optimizer = None
+        trainer.lr_scheduler = None
         # A wrapper knows the weights that were trained before.
         trainer.model_wrapped = trainer.model
         trainer.train(

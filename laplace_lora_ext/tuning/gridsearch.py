@@ -71,16 +71,14 @@ PENALTIES = (0.25, 4.0)
 summed loss, in nats.
 """
 
-USUAL_PRIOR = 2.0
-"""Where log10 of a prior precision is before any data: that many decades above the
-trace of the curvature for each example and output.
-"""
+USUAL_PRIOR = 100.0
+"""Times tr(H) / (N C): the prior precision that is usual, before any data."""
 
 DECADES = 2.0
-"""Its standard deviation there."""
+"""The standard deviation of log10 of the prior precision, before any data."""
 
-NATS = 2.0
-"""What all examples together must gain for a posterior without variance.
+LEAST_GAIN = 2.0
+"""How much better a posterior without variance must be, in nats of all examples.
 
 These numbers were chosen by draws of few texts, on tasks that settings are chosen on
 (docs/tried.md).
@@ -277,13 +275,14 @@ class GridSearch(GridMethod):
         priors: Sequence[Sequence[Tensor]],
     ) -> Iterator[_Portion]:
         """Pass over the data; yield each batch's statistics for the priors."""
+        of_members = list(zip(*priors, strict=True))
 
         def of_batch(batch: Any) -> _Portion:
             return [
                 statistics_of_batch(
                     member, batch, contrasts_for(member, self.link_approx), priors=own
                 )
-                for member, own in zip(members, zip(*priors, strict=True), strict=True)
+                for member, own in zip(members, of_members, strict=True)
             ]
 
         title = "[Predictive statistics]"
@@ -399,15 +398,15 @@ def _sum_losses(
 def _log_priors(
     grid: Tensor, members: Sequence[Posterior], own: Sequence[Tensor]
 ) -> Tensor:
-    """Compute how likely each factor `(T,)` of members' priors is before any data.
+    """Compute log-densities `(T,)` of factors of members' priors, before any data.
 
-    Of a regression all are alike.
+    Of a regression they are alike: no table says what is usual there.
     """
     logs = grid.reshape(len(grid), -1).double().log10().mean(1).cpu()
     if members[0].task.has_noise:
         return torch.zeros_like(logs)
     for member, prior in zip(members, own, strict=True):
-        usual = USUAL_PRIOR + math.log10(unit_of_priors(member))
+        usual = math.log10(USUAL_PRIOR * unit_of_priors(member))
         logs += (prior.double().log10().mean().cpu() - usual) / len(members)
     return -((logs / DECADES) ** 2) / 2
 
@@ -529,7 +528,8 @@ class Likelihoods:
     def trial(self, prior_precision: Tensor, sums: Tensor, n_examples: int) -> Trial:
         """Choose the scale that sums `(S,)` expect, the mean of log s.
 
-        The objective is `-log` of the mean weight of all scales, for each example.
+        The objective is `-log` of the mean weight of all scales, over the number of
+        examples.
         """
         if not (self.is_free and sums.isfinite().all()):
             return Trial(prior_precision, objective=sums.sum().item() / n_examples)
@@ -537,14 +537,14 @@ class Likelihoods:
         # to 1e-3 at its ends and where logits are tens apart. A polynomial through more
         # of them is not.
         loss = CubicSpline(np.log(self.scales), sums.cpu().numpy())
-        weights = -(loss(_LOG_SCALES) + scale_penalty(_LOG_SCALES))
-        log_scale = softmax(weights) @ _LOG_SCALES
-        objective = (math.log(len(weights)) - logsumexp(weights)) / n_examples
+        log_weights = -(loss(_LOG_SCALES) + scale_penalty(_LOG_SCALES))
+        log_scale = softmax(log_weights) @ _LOG_SCALES
+        log_mean = logsumexp(log_weights) - math.log(len(log_weights))
         return Trial(
             prior_precision,
             logit_scale=math.exp(log_scale),
-            objective=float(objective),
-            penalty=float(objective - loss(log_scale) / n_examples),
+            objective=-float(log_mean) / n_examples,
+            loss=float(loss(log_scale)) / n_examples,
         )
 
 
@@ -673,6 +673,6 @@ def expected_choice(
     if score.is_free:
         last = len(trials) - 1
         gain = history.objective[choice] - history.objective[last]
-        if n_examples * gain > NATS:
+        if n_examples * gain > LEAST_GAIN:
             choice = last
     return replace(history, choice=choice)

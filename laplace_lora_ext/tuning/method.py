@@ -33,13 +33,13 @@ class Trial(Hyperparameters):
     Attributes
     ----------
     objective : float
-        the loss, with what the scale adds, or the log marginal likelihood
-    penalty : float, default=0.0
-        the part of the objective that is no loss at these hyperparameters
+        what the search compares, such as the loss or the log marginal likelihood
+    loss : float, optional
+        the mean loss at these hyperparameters, where the objective is another number
     """
 
     objective: float
-    penalty: float = 0.0
+    loss: float | None = None
 
     def __post_init__(self) -> None:
         # On the CPU, so that a history to plot holds no memory of an accelerator.
@@ -92,8 +92,9 @@ class TuningHistory:
 
     @property
     def loss(self) -> float:
-        """Return the objective of what is chosen, without the penalty."""
-        return self.chosen.objective - self.chosen.penalty
+        """Return the mean loss at what is chosen."""
+        chosen = self.chosen
+        return chosen.objective if chosen.loss is None else chosen.loss
 
     @property
     def objective(self) -> Tensor:
@@ -214,15 +215,16 @@ def number_of(kinds: Tensor) -> int:
 
 
 def mean_squared_slope(la: Posterior) -> float:
-    """Return tr(H) / (N C), of a regression how outputs vary with a weight; 1 for 0."""
+    """Return tr(H) / (N C); 1 for 0. Of a regression it is a mean squared slope."""
     with torch.autocast(la.model.device.type, enabled=False):
         return trace_of(la.H) / (la.n_data * la.n_outputs) or 1.0
 
 
 def unit_of_priors(la: Posterior) -> float:
-    """Return the prior precision under which an output varies by 1, of a regression.
+    """Return tr(H) / (N C), over the temperature that divides the curvature.
 
-    Multiplied by 1 / sigma_noise² it is the same prior whatever unit the targets have.
+    Under this prior precision an output of a regression varies by 1. Multiplied by 1 /
+    sigma_noise² it is the same prior whatever unit the targets have.
     """
     # Ranks may differ in the last digit.
     return of_first(mean_squared_slope(la) / float(la.temperature))

@@ -207,7 +207,7 @@ def test_many_examples_choose_the_best_scale_and_each_has_a_penalty(best, penalt
     assert math.log(found.logit_scale) == pytest.approx(expected, abs=3e-4)
     # Both are means over the two examples.
     loss = curvature * (math.log(found.logit_scale) - best) ** 2 / 2
-    assert found.objective - found.penalty == pytest.approx(loss, abs=1e-6)
+    assert found.loss == pytest.approx(loss, abs=1e-6)
 
 
 def test_few_examples_choose_the_mean_of_all_scales():
@@ -226,7 +226,7 @@ def test_few_examples_choose_the_mean_of_all_scales():
     assert abs(expected - mean) < 0.2
     assert found.objective == pytest.approx(-weights.mean().log().item() / 2, abs=5e-3)
     loss = -rate * mean * math.log(found.logit_scale) / 2
-    assert found.objective - found.penalty == pytest.approx(loss)
+    assert found.loss == pytest.approx(loss)
 
 
 def test_a_search_that_ends_without_variance_says_so():
