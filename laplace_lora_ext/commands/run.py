@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +16,6 @@ from torch.utils.data import Dataset
 from torchmetrics.functional.classification import multiclass_confusion_matrix
 from tqdm import tqdm
 from transformers import (
-    AutoConfig,
     AutoModelForSequenceClassification,
     PreTrainedTokenizerBase,
     Trainer,
@@ -43,14 +39,13 @@ from laplace_lora_ext.commands.report import (
     reason,
     verdict,
 )
-from laplace_lora_ext.commands.texts import Row
+from laplace_lora_ext.commands.texts import Row, write_table
 from laplace_lora_ext.laplace import Laplace
 from laplace_lora_ext.plots import Outcomes, outcomes, predict_both
 from laplace_lora_ext.predictive.predictions import Prediction, Review
 from laplace_lora_ext.saving import FILE, write_whole
 
 _KNOWS = "laplace_student.json"
-_ORDER = "Are --class_names in the order of the model's outputs?"
 _FEW = 10  # texts that may be right in another order by accident
 
 
@@ -66,12 +61,7 @@ def calibrate(arguments: CalibrateArguments) -> None:
         class_texts=arguments.answers,
         tokenizer=loaded.tokenizer,
     )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "The trained model is no better than guessing")
-        try:
-            la.fit(train, progress_bar=True)
-        except UserWarning as error:
-            raise ValueError(f"{error} {_ORDER}") from error
+    la.fit(train, progress_bar=True)
     la.metadata = loaded.metadata()
     if arguments.validation is None:
         la.optimize_prior_precision(
@@ -92,19 +82,13 @@ def calibrate(arguments: CalibrateArguments) -> None:
             "labels": results.labels,
         }
     _check_order(results, loaded.class_names)
-    figures = [list(HEADER), *figures_of(results)]
-    said = verdict(results, la.logit_scale)
-    measured_on = f"{len(results.labels)} {known_as}"
-    la.metadata |= {
-        "temperature": results.temperature,
-        "measured_on": measured_on,
-        "figures": figures,
-        "verdict": said,
-    }
+    la.metadata["temperature"] = results.temperature
     if arguments.amortize:
         la.amortize(train, progress_bar=True)
     la.save_pretrained(folder)
-    print(f"On {measured_on}:\n{as_text(figures)}")
+    print(f"On {len(results.labels)} {known_as}:")
+    print(as_text([HEADER, *figures_of(results)]))
+    said = verdict(results, la.logit_scale)
     print(f"{UNITS}\n{said}\nThe posterior is in {folder / FILE}.")
 
 
@@ -123,7 +107,7 @@ def _check_order(results: Outcomes, names: list[str]) -> None:
     by_output = [names[label] for label in outputs.argsort().tolist()]
     raise ValueError(
         "The trained model would be right far more often if its outputs were "
-        f"{', '.join(by_output)}. {_ORDER}"
+        f"{', '.join(by_output)}. Are --class_names in the order of its outputs?"
     )
 
 
@@ -212,12 +196,7 @@ def review(arguments: ReviewArguments) -> None:
     )
     assert isinstance(prediction, Prediction)
     queue = prediction.review(arguments.accuracy, arguments.capacity, arguments.costs)
-    lines = _queue_lines(loaded, rows, texts, prediction, queue)
-    file = io.StringIO(newline="")
-    writer = csv.DictWriter(file, lines[0])
-    writer.writeheader()
-    writer.writerows(lines)
-    write_whole(output, file.getvalue().encode())
+    write_table(_queue_lines(loaded, rows, texts, prediction, queue), output)
     promised = f"an accuracy of {queue.promise:.3f}"
     if queue.costs is not None:
         promised = f"a mean cost of {1 - queue.promise:.3f}"
@@ -322,22 +301,16 @@ def _write_student(loaded: Loaded, folder: Path, metadata: Mapping[str, Any]) ->
     """Complete a student's folder by what its teacher's file knows.
 
     Whoever opens an adapter reads the classes' names off the base model, and a pipeline
-    reads its head there. Where that knows neither, a copy that does is written beside
-    the adapter.
+    reads its head there: beside a classifier's adapter is a copy that knows both.
     """
     known = {key: value for key, value in metadata.items() if key != "held_out"}
     content = json.dumps(known, indent=2, ensure_ascii=False)
     write_whole(folder / _KNOWS, content.encode())
-    config = loaded.model.config
-    adapter = PeftConfig.from_pretrained(str(folder))
-    name = str(adapter.base_model_name_or_path)
-    of_base = AutoConfig.from_pretrained(name)
-    is_classifier = "Classification" in str(of_base.architectures)
-    knows_names = is_classifier and of_base.id2label == config.id2label
-    if knows_names or loaded.arguments.answers:
+    if loaded.arguments.answers:
         return
+    adapter = PeftConfig.from_pretrained(str(folder))
     base = AutoModelForSequenceClassification.from_pretrained(
-        name, config=config, dtype="auto"
+        str(adapter.base_model_name_or_path), config=loaded.model.config, dtype="auto"
     )
     base.save_pretrained(folder / "base")
     loaded.tokenizer.save_pretrained(folder / "base")

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from laplace_lora_ext.saving import write_whole
+
 Row = dict[str, Any]
 
 _HINT = (
@@ -101,6 +103,15 @@ def _read_hub(source: str) -> list[Row]:
     data_set = datasets.load_dataset(name, split=split or "train")
     # With a split it is one data set, rather than a dictionary of several.
     return [dict(row) for row in cast(datasets.Dataset, data_set)]
+
+
+def write_table(rows: Sequence[Row], path: Path) -> None:
+    """Write rows as a CSV file; the first one's keys are the header."""
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, rows[0])
+    writer.writeheader()
+    writer.writerows(rows)
+    write_whole(path, file.getvalue().encode())
 
 
 def column_of(rows: Sequence[Row], column: str, source: str) -> list[str]:

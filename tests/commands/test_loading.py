@@ -12,7 +12,7 @@ from laplace_lora_cli import ModelArguments
 from laplace_lora_ext.commands.loading import load
 from laplace_lora_ext.saving import read_state, write_state
 from tests.support.commands import run
-from tests.support.saved_adapters import NAMES, read_rows, write_rows
+from tests.support.saved_adapters import NAMES, WORDS, read_rows, tokenizer, write_rows
 
 # --- what a posterior's file knows ----------------------------------------------------
 
@@ -162,6 +162,23 @@ def test_bases_in_four_bits(kind, named, n_linear, request):
     ]
     assert len(in_four_bits) == n_linear
     assert not any("classifier" in name or "lm_head" in name for name in in_four_bits)
+
+
+def test_a_tokenizer_of_the_base_may_have_more_tokens_and_none_for_padding(
+    classifier, tmp_path
+):
+    adapter = copied(
+        classifier, tmp_path / "adapter", base_model_name_or_path=str(tmp_path / "base")
+    )
+    shutil.copytree(classifier.parent / "base", tmp_path / "base")
+    for file in adapter.glob("*token*"):
+        file.unlink()
+    more = ("[UNK]", *WORDS, "one", "two", "three")
+    words = tokenizer(more, pad_token=None, eos_token="three")
+    words.save_pretrained(tmp_path / "base")
+    loaded = load(ModelArguments(adapter=str(adapter), class_names=list(NAMES)))
+    assert loaded.tokenizer.pad_token == "three"
+    assert len(loaded.model.get_input_embeddings().weight) == len(more)
 
 
 # By default what the base was saved in.

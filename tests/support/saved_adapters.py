@@ -61,9 +61,8 @@ def tokenizer(
     words.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(
         tokenizer_object=words,
-        pad_token="[PAD]",
         unk_token="[UNK]",
-        **{"padding_side": "left"} | settings,
+        **{"padding_side": "left", "pad_token": "[PAD]"} | settings,
     )
 
 
