@@ -89,17 +89,8 @@ def check_tokenized(batch: Any) -> None:
 
 
 def check_texts(inputs: Mapping[str, Any], transformer: PreTrainedModel) -> None:
-    """Refuse texts without a token or a mask, or packed several into a row."""
+    """Refuse texts without a token or a mask."""
     tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-    packing = [key for key in inputs if key == "seq_idx" or key.startswith("cu_seq")]
-    positions = inputs.get("position_ids")
-    if isinstance(positions, Tensor) and _restarts(positions, mask):
-        packing.append("position_ids")
-    if packing:
-        raise NotImplementedError(
-            f"Several texts are packed into one row, as {packing[0]} shows: give each "
-            "text a row of its own, with an attention_mask of 0 and 1."
-        )
     if isinstance(mask, Tensor):
         is_of_tokens = tokens is not None and mask.shape == tokens.shape
         # Masks of more dimensions are of pairs of tokens.
@@ -132,16 +123,6 @@ def refuse_empty(mask: Tensor) -> None:
             f"Row {int(is_empty.int().argmax())} has no text: it has no token, or its "
             "attention_mask is 0 everywhere. Leave such rows out."
         )
-
-
-def _restarts(positions: Tensor, mask: Tensor | None) -> bool:
-    """Tell whether positions restart within a row, where another text begins."""
-    # Those of the text come before those of images in it.
-    falls = (positions[0] if positions.ndim > 2 else positions).diff() < 0
-    if mask is not None and mask.ndim == 2 and mask.shape[-1] == positions.shape[-1]:
-        is_real = mask.bool()  # padding may have any position
-        falls = falls & is_real[..., 1:] & is_real[..., :-1]
-    return bool(falls.any())
 
 
 def text_first(inputs: Mapping[str, Any]) -> Mapping[str, Any]:

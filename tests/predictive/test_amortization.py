@@ -210,9 +210,9 @@ def test_it_belongs_to_a_fit_and_a_prior(amortized, batch):
 
 # --- what is refused ------------------------------------------------------------------
 
-PACKED = {
+WITHOUT_TEXT = {
     "input_ids": torch.ones(1, 4).long(),
-    "position_ids": torch.tensor([[0, 1, 0, 1]]),
+    "attention_mask": torch.zeros(1, 4),
 }
 
 
@@ -223,12 +223,15 @@ def rewards() -> Any:
 # What is tried with a posterior and its batches.
 REFUSED = [
     (lambda la, _: la.amortize([]), "no data"),
-    (lambda la, batches: la.amortize([batches[0], PACKED], None), "batch 1: .*packed"),
+    (
+        lambda la, batches: la.amortize([batches[0], WITHOUT_TEXT], None),
+        "batch 1: .*no text",
+    ),
     (
         lambda la, batches: la.amortize(batches, "shuffled"),
         "unlabelled .shuffled. is none",
     ),
-    (lambda la, _: la(PACKED, **AMORTIZED), "packed"),
+    (lambda la, _: la(WITHOUT_TEXT, **AMORTIZED), "no text"),
     (lambda la, batches: la.predict(batches[0], pred_type="nn"), "pred_type"),
     (lambda *_: make(plain_model()).amortize([inputs(4, seed=1)]), "fit"),
     (lambda _, batches: fitted_text().amortize(batches), "not language_modeling"),

@@ -318,10 +318,7 @@ def test_a_run_goes_on_as_it_began_alone(tmp_path, settings, message):
 # --- what cannot work -----------------------------------------------------------------
 
 
-# Texts whose positions begin anew within them.
-PACKED = [
-    {"position_ids": torch.tensor([0, 1, 2, 0, 1, 2, 3])} | text for text in TEXTS
-]
+WITHOUT_TEXT = [text | {"attention_mask": torch.zeros(7)} for text in TEXTS]
 # Attributes that a trainer has, arguments of the call, and what the error says.
 REFUSED = [
     ({"train_dataset": Endless()}, {}, "has a length"),
@@ -330,7 +327,7 @@ REFUSED = [
     ({"optimizer": object()}, {}, "optimizer"),
     ({"get_train_dataloader": lambda: DataLoader(Texts(N))}, {}, "self.train_data"),
     ({"train_dataset": labelled(torch.arange(3))}, {"held_out": 0.4}, "No class"),
-    ({"train_dataset": PACKED}, {}, "packed"),
+    ({"train_dataset": WITHOUT_TEXT}, {}, "no text"),
     ({}, {"held_out": 0.01}, "too few"),
     ({}, {"members": 2}, "'member_1' already"),
 ]
