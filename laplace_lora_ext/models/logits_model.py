@@ -39,8 +39,6 @@ from laplace_lora_ext.models.running import (
 from laplace_lora_ext.models.weights import device_of
 
 _LABEL_KEYS = ("label", "labels")
-# PEFT's key of a batch, each of whose examples names the adapter to run.
-_OTHER_WEIGHTS = "adapter_names"
 _HALF = (torch.float16, torch.bfloat16)
 _BY_KEYWORD = (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
 
@@ -383,11 +381,6 @@ class LogitsModel(nn.Module):
         user has left it, and leaves it so.
         """
         given = inputs if isinstance(inputs, Mapping) else {}
-        if given.get(_OTHER_WEIGHTS) is not None:
-            raise ValueError(
-                f"{_OTHER_WEIGHTS} sends examples to other weights than those of the "
-                "posterior: leave it out. A posterior runs its own adapter."
-            )
         # One that several threads run is put back when all have left.
         with nullcontext() if self._shared_state else put_back(self.tree):
             if given and (self._takes_only_keywords or self._first_key in given):

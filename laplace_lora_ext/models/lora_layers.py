@@ -64,9 +64,8 @@ def find_blocks(
 
     A `ValueError` if there is no such layer, if the adapter is merged, disabled or not
     the only active one, or if a selection matches nothing. A
-    `NotImplementedError` if layers have no parameters of their own for weights, if a
-    head is not linear, and for LoRA of `nn.MultiheadAttention`, FSDP1,
-    DeepSpeed ZeRO-3 and tensor parallelism.
+    `NotImplementedError` if layers share weights, if a head is not linear, and for LoRA
+    of `nn.MultiheadAttention`, FSDP1 and DeepSpeed ZeRO-3.
     """
     adapter = active_adapter(model)
     layers = {
@@ -143,13 +142,7 @@ def _matrices(name: str, layer: BaseTunerLayer, adapter: str) -> Iterator[Block]
             module = holder[adapter]
             parameter = "weight"
             weight_name += ".weight"
-        weight = module._parameters.get(parameter)
-        if weight is None:
-            raise NotImplementedError(
-                "The weights of an adapter must be parameters. In this layer they are "
-                f"computed from others: {name} ({type(layer).__name__}). Leave it out "
-                "with target_modules."
-            )
+        weight = module._parameters[parameter]
         # A layer of LoRA then adds `B(A(x))`.
         calls_halves = not isinstance(layer, _OF_PARAMETER)
         calls_halves &= _variant(layer, adapter) in ("", _DORA)
@@ -204,23 +197,12 @@ def _views(
 
 
 def check_known_to_host(blocks: Sequence[Block]) -> None:
-    """Refuse what curvlinops can't see, DoRA, and weights without their bias.
-
-    No call of a DoRA layer has its weight's input. The host takes biases for parts of
-    all weights.
-    """
+    """Refuse what curvlinops can't see, and DoRA, whose calls lack a weight's input."""
     unseen = [
         block.name
         for block in blocks
         if not block.has_rows
         or (block.owner and _variant(block.owner, block.adapter) == _DORA)
-    ]
-    of_blocks = {id(block.weight) for block in blocks}
-    unseen += [
-        f"{block.name} without its bias"
-        for block in blocks
-        if (bias := getattr(block.module, "bias", None)) is not None
-        and id(bias) not in of_blocks
     ]
     if unseen:
         raise NotImplementedError(

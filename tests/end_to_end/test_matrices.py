@@ -30,7 +30,6 @@ from tests.support.models import (
     base_model,
     first_batch,
     head_of,
-    lora_model,
     pairs,
     ragged_batches,
 )
@@ -135,14 +134,9 @@ def test_statistics_of_rows_are_refused_where_there_are_none(structure, settings
     make(model, structure, target_modules=["query"], **settings)
 
 
-def test_kron_is_refused_for_dora_and_for_a_layer_without_its_bias():
+def test_kron_is_refused_for_dora():
     with pytest.raises(NotImplementedError, match=r"DoRA.*first\.lora_A"):
         make(with_dora(), "kron")
-    model = lora_model("bert")
-    head_of(model).bias.requires_grad_(False)
-    message = r"classifier\S*\.weight without its bias"
-    with pytest.raises(NotImplementedError, match=message):
-        make(model, "kron", modules_to_save=True)
 
 
 # --- heads ----------------------------------------------------------------------------

@@ -126,7 +126,6 @@ def test_what_a_model_would_read_in_another_way_is_refused(kind, side):
         (ids, "attention_mask"),
         (batch | {"attention_mask": empty}, "Row 1 has no text"),
         (ids[:, :0], "Row 0 has no text"),
-        (batch | {"adapter_names": ["default"] * 3}, "adapter_names"),
     ):
         with pytest.raises(ValueError, match=message):
             model(given)

@@ -5,7 +5,6 @@ import warnings
 import pytest
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
-from torch.nn.utils import prune
 
 from laplace_lora_ext import LowRankKronLoRALaplace
 from laplace_lora_ext.models.lora_layers import Block, find_blocks, looks_trained
@@ -15,7 +14,6 @@ from tests.support.models import (
     laplace_keywords,
     lora_model,
     pairs,
-    plain_model,
     with_lora,
 )
 from tests.support.posteriors import make
@@ -132,13 +130,6 @@ def without_active() -> nn.Module:
     return model
 
 
-def pruned() -> nn.Module:
-    """Make a weight the product of another one and a mask, as pruning does."""
-    model = plain_model()
-    prune.random_unstructured(model.second.lora_B["default"], "weight", 0.5)
-    return model
-
-
 def tied() -> nn.Module:
     model = with_lora(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), "0", "1")
     model[1].lora_A["default"].weight = model[0].lora_A["default"].weight
@@ -150,7 +141,6 @@ def tied() -> nn.Module:
     [
         (without_active, "must be active, and not none"),
         (TwoLinear, "found no adapter"),
-        (pruned, r"must be parameters.*second \(Linear\)\. Leave"),
         (tied, "Layers share weights"),
     ],
 )
