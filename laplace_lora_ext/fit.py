@@ -283,8 +283,6 @@ def sums_over(
     if count() > 1:
         packed = gathered(structure.pack(curvature))
         curvature = reduce(structure.merge, map(structure.unpack, packed))
-    if not of_all.n_outputs:  # no batch has had anything to learn
-        raise ValueError("No token of the data has a label: every label is -100.")
     of_all.warn()
     return replace(of_all, curvature=curvature, loss=of_all.loss.to(own.loss.device))
 
@@ -307,17 +305,16 @@ def _own_sums(
         for name, batch in named_batches(share.loader):
             share.show(batch)
             with naming(name):
-                labelled = model.places(batch)
-                if labelled is not None and not labelled.any():
-                    n_new = len(share.places(len(labelled)))
-                    sums = replace(sums, n_data=sums.n_data + n_new)
-                    continue
                 X, y = model.split(batch)
                 examples = n_before + share.places(len(y))
                 n_new = len(examples)
+                # Ranks wait for each other's passes: some count nowhere.
+                numbers = examples if n_new else torch.zeros(len(y), dtype=torch.long)
+                owners = model.owners(batch)
+                of_rows = numbers if owners is None else numbers[owners.cpu()]
+                with model.answers.weighing() as answered:
+                    loss, curvature = structure.add(sums.curvature, X, y, of_rows)
                 if n_new:
-                    with model.answers.weighing() as answered:
-                        loss, curvature = structure.add(sums.curvature, X, y, examples)
                     of_batch = Sums(
                         curvature,
                         loss,
@@ -329,8 +326,5 @@ def _own_sums(
                         class_counts=structure.task.class_counts(y),
                     )
                     sums = sums.plus(of_batch)
-                else:  # a pass that other ranks wait for
-                    nowhere = torch.zeros(len(y), dtype=torch.long)
-                    structure.add(structure.zeros(), X, y, nowhere)
             bar.update(n_new)
     return replace(sums, called=frozenset(used))

@@ -68,10 +68,11 @@ class Structure:
         """Return a batch's loss, and new sums with the batch.
 
         Labels that don't fit and numbers that are not finite are refused. What is drawn
-        depends on the numbers `(B,)` that the examples have in the whole data.
+        depends on the examples `(N,)`, the numbers that those of the rows of logits
+        have in the whole data.
         """
         # By which our backend draws: curvlinops' has no use for it.
-        self.backend.examples = examples[self.task.owners(y).to(examples.device)]
+        self.backend.examples = examples
         loss, total = self._add(sums, x, y)
         self.backend.examples = None
         return loss, total

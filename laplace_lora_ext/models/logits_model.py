@@ -199,10 +199,7 @@ class LogitsModel(nn.Module):
         return positions._replace(owners_of_logits=places.nonzero()[:, 0])
 
     def places(self, batch: Any) -> Tensor | None:
-        """Mark the tokens `(B, T)` that have logits; None where examples have one row.
-
-        None of a batch whose labels all don't count.
-        """
+        """Mark tokens `(B, T)` that have logits; None where examples have one row."""
         return None
 
     def owners(self, batch: Any) -> Tensor | None:

@@ -94,9 +94,6 @@ def batch_by_batch(
         share.show(batch)
         with naming(name):
             of_rows = None if owners is None else owners(batch)
-            if of_rows is not None and not len(of_rows):  # texts without a label
-                share.places(0, of_rows)
-                continue
             # Also of a batch that counts nowhere: ranks that share a model pass over it
             # together.
             result = evaluate(batch)

@@ -108,7 +108,7 @@ class Share:
             # Data of a rank's own come after those of the ranks before it.
             return rank() * _OWN + first + torch.arange(n_rows)
         places = self._dealt_places[batch]
-        if not len(places) or not n_rows:
+        if not len(places):
             return places[:0]
         if owners is not None:
             return places[owners.cpu()]

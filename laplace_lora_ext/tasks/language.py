@@ -28,6 +28,7 @@ from laplace_lora_ext.tasks.classification import CLASSIFICATION, drawn_labels
 from laplace_lora_ext.tasks.task import ClassCounts, Objective, Seeds, Task
 from laplace_lora_ext.tasks.token_labels import (
     TokenClassification,
+    check_labelled,
     check_labels,
     check_places,
     refuse_answers,
@@ -165,11 +166,7 @@ class TokensModel(LogitsModel):
             mask = inputs.get("attention_mask")
             if mask is not None:  # padding before a text predicts nothing
                 labels = labels.masked_fill(mask.cumsum(1) == 0, IGNORED)
-        if not (labels != IGNORED).any():
-            raise ValueError(
-                f"no token is labelled: every label is {IGNORED}, or on a text's first "
-                "token, which nothing predicts. Leave such batches out"
-            )
+        check_labelled(labels != IGNORED)
         if part is None:
             return labels
         return labels.where(part.of(labels != IGNORED), IGNORED)

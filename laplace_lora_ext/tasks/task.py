@@ -248,10 +248,6 @@ class Task:
         """
         raise NotImplementedError
 
-    def owners(self, y: Tensor) -> Tensor:
-        """Number the example `(N,)` of each row of logits, given targets."""
-        return torch.arange(len(y))
-
     def groups(self, y: Tensor) -> Tensor:
         """Number the class of each target, `(N,)`; each gives a share to hold out."""
         raise NotImplementedError

@@ -11,7 +11,6 @@ from torch import Tensor
 from laplace_lora_ext.models.answers import Answers
 from laplace_lora_ext.models.batches import IGNORED, is_real, logits_of
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.running import is_shared
 from laplace_lora_ext.tasks.classification import Classification
 from laplace_lora_ext.tasks.task import ClassCounts, Draws, Seeds, scaled_seeds
 
@@ -51,18 +50,13 @@ class TokenLabelsModel(LogitsModel):
         """Mark the labelled tokens `(B, T)`; of a batch without labels, all of them."""
         X, y = self.split_if_labelled(batch)
         if y is not None:
-            places = y != IGNORED
-            # Ranks that share a model must all make their passes, which such a batch
-            # has none of.
-            if is_shared(self):
-                _check_any(places)
-            return places
+            return y != IGNORED
         return is_real(X).to(self.device)
 
     def _logits(self, batch: Any) -> Tensor:
         places = self.places(batch)
         inputs = self._inputs(self.unlabelled(batch))
-        _check_any(places)
+        check_labelled(places)
         by_place = logits_of(self._call(inputs))
         if by_place.shape[:2] != places.shape:
             raise ValueError(
@@ -123,9 +117,6 @@ class TokenClassification(Classification):
         columns = self.times_root(logits, signs) / num_samples**0.5
         return scaled_seeds(columns, over=(1, 2))
 
-    def owners(self, y: Tensor) -> Tensor:
-        return (y != IGNORED).nonzero()[:, 0]
-
     def class_counts(self, y: Tensor) -> ClassCounts:
         """Count the classes of all labelled tokens, wherever they are."""
         return super().class_counts(y[y != IGNORED])
@@ -143,11 +134,12 @@ class TokenClassification(Classification):
 TOKEN_CLASSIFICATION = TokenClassification()
 
 
-def _check_any(places: Tensor) -> None:
-    """Refuse a batch without a label."""
+def check_labelled(places: Tensor) -> None:
+    """Refuse a batch without a token whose label some logits predict."""
     if not places.any():
         raise ValueError(
-            f"no token is labelled: every label is {IGNORED}. Leave such batches out"
+            f"no token is labelled: every label is {IGNORED}, or in free text on a "
+            "first token, which nothing predicts. Leave such batches out"
         )
 
 

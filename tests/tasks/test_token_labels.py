@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from laplace_lora_ext import Agreement, GridSearch, plots
+from laplace_lora_ext import plots
 from laplace_lora_ext.metrics import compare
 from laplace_lora_ext.passes import recorder
 from tests.support.cases import dense
-from tests.support.dense import EXACT, curvature_of, full_rank
+from tests.support.dense import EXACT, full_rank
 from tests.support.models import (
     N_CLASSES,
     Batch,
@@ -186,48 +186,6 @@ def test_figures_are_over_labelled_tokens():
     assert trained["accuracy"] == pytest.approx(is_right.double().mean().item())
 
 
-# --- texts without labels -------------------------------------------------------------
-
-
-@pytest.fixture
-def with_a_batch_without_labels():
-    """The batches, with one more whose texts lack labels."""
-    first, *others = batches()
-    none = torch.full_like(first["labels"], IGNORED)
-    without = first | {"labels": none}
-    return [first, without, *others]
-
-
-def test_texts_without_a_label_add_nothing_to_a_fit_or_a_figure(
-    with_a_batch_without_labels,
-):
-    la = fitted()
-    other = fitted(data=with_a_batch_without_labels)
-    n_without = 3
-    assert other.n_data == la.n_data + n_without
-    assert_close(other.loss, la.loss, **EXACT)
-    assert_close(curvature_of(other), curvature_of(la), **EXACT)
-    found = compare(la, with_a_batch_without_labels)
-    expected = compare(la, batches())
-    assert found.posterior == expected.posterior
-
-
-@pytest.mark.filterwarnings("ignore:The best prior precision of the grid")
-@pytest.mark.parametrize(
-    "choose",
-    [
-        lambda la, loader: Agreement(train_loader=loader)(la).objective,
-        lambda la, loader: GridSearch(val_loader=loader)(la).objective,
-        # Swapped tokens are drawn for each batch, of which one more changes the draws.
-        lambda la, loader: la.amortize(loader, unlabelled=None).weights,
-    ],
-)
-def test_texts_without_a_label_change_no_choice(choose, with_a_batch_without_labels):
-    la = fitted()
-    found = choose(la, with_a_batch_without_labels)
-    assert_close(found, choose(la, batches()))
-
-
 # --- bad input ------------------------------------------------------------------------
 
 
@@ -238,16 +196,18 @@ def test_labels_of_padding_are_refused():
         fitted(data=[batch])
 
 
-def test_data_without_a_label_are_refused():
-    data = batches()
-    for batch in data:
-        batch["labels"].fill_(IGNORED)
-    with pytest.raises(ValueError, match="No token of the data has a label"):
-        fitted(data=data)
+def test_a_batch_without_a_label_is_refused():
+    first, second, _ = batches()
+    second["labels"].fill_(IGNORED)
     la = fitted()
-    first, *_ = data
+    for use in (
+        lambda: la.fit([first, second]),
+        lambda: la.predictive_statistics([first, second]),
+    ):
+        with pytest.raises(ValueError, match=r"batch 1: no token is labelled"):
+            use()
     with pytest.raises(ValueError, match="no token is labelled"):
-        la(first, fitting=True)
+        la(second, fitting=True)
 
 
 def fit_labels_of_texts():
