@@ -71,10 +71,10 @@ PENALTIES = (0.25, 4.0)
 summed loss, in nats.
 """
 
-USUAL_PRIOR = 100.0
+USUAL_PRIOR = 300.0
 """Times tr(H) / (N C): the prior precision that is usual, before any data."""
 
-DECADES = 2.0
+DECADES = 1.5
 """The standard deviation of log10 of the prior precision, before any data."""
 
 LEAST_GAIN = 2.0
@@ -145,8 +145,8 @@ class GridSearch(GridMethod):
 
     Before any data log s is normal around 0, its standard deviation 0.35 above and 1.4
     below: `exp(-4 (log s)²)` and `exp(-(log s)² / 4)`. So few examples that are all
-    right can't ask for much. And log10 λ is normal around that of 100 tr(H) / (N C),
-    with curvature H, N training examples and C outputs; its standard deviation is 2.
+    right can't ask for much. And log10 λ is normal around that of 300 tr(H) / (N C),
+    with curvature H, N training examples and C outputs; its standard deviation is 1.5.
 
     Of a regression it chooses `la.sigma_noise` along with the prior precision λ. The
     grid is then of λ sigma_noise² in units of the mean squared slope of an output in
