@@ -135,7 +135,7 @@ def test_a_search_chooses_by_the_losses_of_dense_predictions(fit, structure, lin
     log_weights = -len(fit.logits) * losses
     if not la.task.has_noise:
         trace = fit.curvature(structure).trace() / (la.n_data * la.n_outputs)
-        log_weights -= (grid / (100 * trace)).log10().square() / 8
+        log_weights -= ((grid / (300 * trace)).log10() / 1.5).square() / 2
     mean = log_weights.softmax(0) @ grid.double().log()
     chosen = grid[(grid.log() - mean).abs().argmin()]
     assert_close(la.prior_precision.float(), chosen[None])
