@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -46,6 +47,7 @@ from laplace_lora_ext.predictive.predictions import Prediction, Review
 from laplace_lora_ext.saving import FILE, write_whole
 
 _KNOWS = "laplace_student.json"
+_ORDER = "Are --class_names in the order of the model's outputs?"
 _FEW = 10  # texts that may be right in another order by accident
 
 
@@ -61,7 +63,12 @@ def calibrate(arguments: CalibrateArguments) -> None:
         class_texts=arguments.answers,
         tokenizer=loaded.tokenizer,
     )
-    la.fit(train, progress_bar=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "The trained model is no better than guessing")
+        try:
+            la.fit(train, progress_bar=True)
+        except UserWarning as error:
+            raise ValueError(f"{error} {_ORDER}") from error
     la.metadata = loaded.metadata()
     if arguments.validation is None:
         la.optimize_prior_precision(
@@ -82,13 +89,19 @@ def calibrate(arguments: CalibrateArguments) -> None:
             "labels": results.labels,
         }
     _check_order(results, loaded.class_names)
-    la.metadata["temperature"] = results.temperature
+    figures = [list(HEADER), *figures_of(results)]
+    said = verdict(results, la.logit_scale)
+    measured_on = f"{len(results.labels)} {known_as}"
+    la.metadata |= {
+        "temperature": results.temperature,
+        "measured_on": measured_on,
+        "figures": figures,
+        "verdict": said,
+    }
     if arguments.amortize:
         la.amortize(train, progress_bar=True)
     la.save_pretrained(folder)
-    print(f"On {len(results.labels)} {known_as}:")
-    print(as_text([HEADER, *figures_of(results)]))
-    said = verdict(results, la.logit_scale)
+    print(f"On {measured_on}:\n{as_text(figures)}")
     print(f"{UNITS}\n{said}\nThe posterior is in {folder / FILE}.")
 
 
@@ -107,7 +120,7 @@ def _check_order(results: Outcomes, names: list[str]) -> None:
     by_output = [names[label] for label in outputs.argsort().tolist()]
     raise ValueError(
         "The trained model would be right far more often if its outputs were "
-        f"{', '.join(by_output)}. Are --class_names in the order of its outputs?"
+        f"{', '.join(by_output)}. {_ORDER}"
     )
 
 

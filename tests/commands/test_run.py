@@ -30,7 +30,8 @@ def test_a_calibration_prints_and_saves_a_verdict_beside_a_temperature(calibrate
     saved = read_state(calibrated.options["posterior"])["metadata"]
     assert saved["class_names"] == list(calibrated.names)
     assert (saved["text_column"], saved["label_column"]) == ("text", "label")
-    assert "85% of the answers are right" in lines[6]
+    assert saved["verdict"] == lines[6]
+    assert "85% of the answers are right" in saved["verdict"]
     p = saved["held_out"]["probabilities"]
     right = p.argmax(1) == saved["held_out"]["labels"]
     assert right.double().mean() == 0.85
@@ -49,9 +50,9 @@ def test_without_validation_texts_agreement_chooses(options, refusal, capsys):
     assert "no texts were held out" in capsys.readouterr().out
 
 
-def test_names_in_another_order_are_refused(options, refusal):
+def test_names_in_another_order_are_no_better_than_guessing(options, refusal):
     message = refusal("calibrate", **(options | {"class_names": NAMES[::-1]}))
-    assert "Are --class_names in the order of its outputs?" in message
+    assert "Are --class_names in the order of the model's outputs?" in message
     assert not options["output"].exists()
 
 
