@@ -118,12 +118,6 @@ class Loaded:
         la = laplace_lora_ext.from_pretrained(
             self.model, place, class_token_ids=answers
         )
-        if la.likelihood != "classification":
-            raise ValueError(
-                f"The posterior in {place} is of {la.likelihood}: the command line "
-                "knows texts of one class each; predict by "
-                "laplace_lora_ext.from_pretrained in Python."
-            )
         return la
 
 
@@ -214,12 +208,7 @@ def posterior_folder(arguments: ModelArguments) -> str:
 def _with_saved(arguments: ModelArguments) -> ModelArguments:
     """Read texts as those of the posterior's fit; another way is refused."""
     place = posterior_folder(arguments)
-    try:
-        saved: Mapping[str, Any] = read_state(place).get("metadata", {})
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"{place} holds no posterior: make one by laplace-lora calibrate."
-        ) from error
+    saved: Mapping[str, Any] = read_state(place).get("metadata", {})
     for field in fields(TextArguments) if saved else ():
         of_fit, given = saved[field.name], getattr(arguments, field.name)
         if given not in (None, of_fit):

@@ -201,12 +201,7 @@ class LearntVariance:
 
 def _is_same(now: Tensor, then: Tensor) -> bool:
     """Compare numbers but for a model's move, which changes device and precision."""
-    if now.shape != then.shape:
-        return False
-    present = now.cpu()
-    if present.dtype == then.dtype and torch.equal(present, then):
-        return True  # as in most calls, and sooner found
-    return bool(((present.double() / then - 1).abs() <= _SAME).all())
+    return torch.allclose(now.cpu().double(), then.double(), rtol=_SAME, atol=0.0)
 
 
 def _with_doubt(features: Tensor, log_variances: Tensor) -> tuple[Tensor, Tensor]:

@@ -100,8 +100,8 @@ class Prediction(NamedTuple):
         Raises
         ------
         ValueError
-            If neither accuracy nor capacity is given, or both are; for other values;
-            and for several labels or labels of tokens.
+            If neither accuracy nor capacity is given, or both are; for another
+            accuracy; and for several labels or labels of tokens.
         """
         if self.labels.ndim != 1:
             raise ValueError(
@@ -113,13 +113,7 @@ class Prediction(NamedTuple):
         if accuracy is not None and not 0 <= accuracy <= 1:
             raise ValueError(f"accuracy must be from 0 to 1, not {accuracy}.")
         if costs is not None:
-            n_classes = self.probabilities.shape[1]
             costs = torch.as_tensor(costs, device="cpu").double()
-            if costs.shape != (n_classes,) or not (costs > 0).all():
-                raise ValueError(
-                    f"costs must be {n_classes} positive numbers, one a class, not "
-                    f"{costs.tolist()}."
-                )
         labels, doubt = decide(self.probabilities, costs)
         # Stable, so that equal doubts come out the same each time.
         order = doubt.argsort(descending=True, stable=True)
@@ -352,14 +346,7 @@ class NumberPrediction(NamedTuple):
         return _deviations(self.covariances)
 
     def quantile(self, level: float) -> Tensor:
-        """Find numbers `(B, C)` that targets lie below with probability `level`.
-
-        A `ValueError` if the level is not between 0 and 1.
-        """
-        if not 0 < level < 1:
-            raise ValueError(
-                f"A quantile's level must be between 0 and 1, not {level}."
-            )
+        """Find numbers `(B, C)` that targets lie below with probability `level`."""
         z = torch.special.ndtri(torch.tensor(level, dtype=torch.float64))
         of_members = self.means + self.stds * z.to(self.means)
         # A mixture's quantile lies between its members'.

@@ -16,6 +16,7 @@ from itertools import islice, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -145,10 +146,8 @@ class _Training:
     settings: dict[str, Any]  # for the Laplace class
     progress_bar: bool
 
-    def divided(
-        self, held_out: float, generator: torch.Generator | None
-    ) -> tuple[Division, str]:
-        """Hold out a share of the examples; return a hash of which, and of what else.
+    def divided(self, held_out: float, generator: torch.Generator | None) -> Division:
+        """Hold out a share of the examples.
 
         Refuses what could not be fitted later.
         """
@@ -268,7 +267,8 @@ def train_in_stages(
     args = trainer.args
     seed = args.seed if args.data_seed is None else args.data_seed
     generator = torch.Generator().manual_seed(seed)
-    division, identity = training.divided(held_out, generator)
+    division = training.divided(held_out, generator)
+    identity = str(crc32(str(division.places).encode()))
     output = Path(args.output_dir)
     trainings = list(product((1, 2), range(members)))
     if not resume_from_checkpoint and args.should_save:
@@ -342,7 +342,7 @@ def in_stages(
         Before any training, as `train_in_stages`.
     """
     training = _Training(model, Examples.of_loader(train_loader), options, progress_bar)
-    division, _ = training.divided(held_out, generator)
+    division = training.divided(held_out, generator)
     la, _ = training.run(train, division, held_out, members)
     return la
 

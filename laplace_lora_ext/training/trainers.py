@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -78,17 +77,6 @@ class Examples:
     @classmethod
     def of_trainer(cls, trainer: Any) -> Examples:
         """Take a trainer's; refuse one that can't train again (`ValueError`)."""
-        weights = find_peft_model(trainer.model).parameters()
-        if not any(weight.requires_grad for weight in weights):
-            raise ValueError(
-                "The trainer's model is frozen: load its adapter with "
-                "is_trainable=True."
-            )
-        if trainer.model_init is not None:
-            raise ValueError(
-                "model_init makes a new model in each training: give the trainer a "
-                "model."
-            )
         if trainer.optimizer is not None and not trainer.state.global_step:
             raise ValueError(
                 "The trainer was given an optimizer, but each training needs one of "
@@ -110,15 +98,11 @@ class Examples:
 
     def divided(
         self, la: Any, held_out: float, generator: torch.Generator | None
-    ) -> tuple[Division, str]:
-        """Hold out a share of each class; return a hash of which, and of what else."""
+    ) -> Division:
+        """Hold out a share of each class."""
         # First, since groups take a pass over the data.
         check_divisible(self.loader, held_out)
-        groups = self._groups(la)
-        division = divide(self.loader, held_out, groups, generator)
-        # In another order, examples have their classes elsewhere.
-        identity = str([division.places, groups.tolist()])
-        return division, hashlib.sha256(identity.encode()).hexdigest()[:16]
+        return divide(self.loader, held_out, self._groups(la), generator)
 
     def _groups(self, la: Any) -> Tensor:
         """Number examples' groups `(N,)`, such as their classes."""

@@ -203,9 +203,8 @@ class TuningMethod:
             start = start.expand(len(blocks))
         elif start.numel() == 1 and self.prior_structure == "diag":
             start = start.expand(sum(block.n_params for block in blocks))
-        if not (start > 0).all():
-            raise ValueError("init_prior_prec must be above 0.")
-        la.prior_precision = start  # raises if the curvature lacks this structure
+        # Raises if it is not above 0, or the curvature lacks this structure.
+        la.prior_precision = start
         return la.prior_precision.detach().double()
 
 

@@ -103,8 +103,7 @@ class SecondTraining(TuningMethod):
         else:
             assert self.train_loader is not None
             examples = Examples.of_loader(self.train_loader)
-        division, _ = examples.divided(fitted, self.held_out, self.generator)
-        rest, held, _ = division
+        rest, held, _ = examples.divided(fitted, self.held_out, self.generator)
         train = self.train or partial(self._from_trainer, fitted)
         with own_adapter_back(fitted.model):
             model = train(rest)

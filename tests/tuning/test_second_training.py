@@ -51,10 +51,10 @@ def test_it_takes_over_what_the_held_out_examples_choose():
         **start,
     )
     examples = Examples.of_loader(loader())
-    division, _ = examples.divided(la, 0.3, generator(3))
+    division = examples.divided(la, 0.3, generator(3))
     assert train.seen.indices == division.rest.indices
     # Others than without a generator.
-    assert division.places != examples.divided(la, 0.3, None)[0].places
+    assert division.places != examples.divided(la, 0.3, None).places
 
     other = fitted(model=another_training(), batches=loader(train.seen.indices))
     # By the default link.
@@ -149,7 +149,7 @@ def test_each_example_that_a_loader_gives_is_trained_on_or_held_out(
     choose = SecondTraining(train=train, train_loader=given, held_out=0.4)
     choose(la)
     assert len(Examples.of_loader(given)._groups(la)) == len(places)
-    (rest, held, _), _ = Examples.of_loader(given).divided(la, 0.4, None)
+    rest, held, _ = Examples.of_loader(given).divided(la, 0.4, None)
     assert sorted([*rest.indices, *held.indices]) == list(places)
     assert len(held) == n_held_out
     assert list(train.seen.indices) == list(rest.indices)
