@@ -1,33 +1,28 @@
 """Guides whose blocks of Python run as they stand, one after the other."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
 from torch.testing import assert_close
 
-import laplace_lora_ext
 from tests.support.models import N_CLASSES, lora_model, ragged_batches
-from tests.support.pages import FENCE, PROMPTS, assert_probabilities, run, write_adapter
+from tests.support.pages import (
+    GIVEN,
+    PROMPTS,
+    assert_probabilities,
+    blocks_of,
+    run,
+    run_section,
+    write_adapter,
+)
 from tests.support.posteriors import another_training
 from tests.support.tasks import token_classifier
 from tests.support.trainers import trainer_of
 
-DOCS = Path(__file__).parents[1] / "docs"
 # What is said of models that are not trained, and of a few texts.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*(have only|no better than guessing|best prior|looks trained|second fit)"
 )
-
-
-def blocks_of(page: str, title: str = "") -> list[str]:
-    """Find a guide's blocks of code, or those of a section, by how its title begins."""
-    text = (DOCS / page).read_text("utf-8")
-    if title:
-        _, section = text.split(f"\n## {title}", 1)
-        text, *_ = section.split("\n## ", 1)
-    return [code for _, code in FENCE.findall(text)]
 
 
 # --- answers --------------------------------------------------------------------------
@@ -36,10 +31,7 @@ def blocks_of(page: str, title: str = "") -> list[str]:
 def test_answers_of_several_tokens(tmp_path):
     write_adapter(tmp_path, "gpt2")
     batches = ragged_batches(n_classes=2)
-    names = {
-        "laplace_lora_ext": laplace_lora_ext,
-        "torch": torch,
-        "transformers": transformers,
+    names = GIVEN | {
         "tokenizer": transformers.AutoTokenizer.from_pretrained(tmp_path),
         "model": lora_model("gpt2", torch.float32),
         "train_loader": batches,
@@ -66,10 +58,7 @@ def test_labels(tmp_path):
     model.config.problem_type = "multi_label_classification"
     sentences = [prompt.split() for prompt in PROMPTS]
     held = [[], ["returns"], ["returns", "billing"]] * 2
-    names = {
-        "laplace_lora_ext": laplace_lora_ext,
-        "torch": torch,
-        "transformers": transformers,
+    names = GIVEN | {
         "tokenizer": transformers.AutoTokenizer.from_pretrained(tmp_path),
         "model": model,
         "token_model": token_classifier(dtype=torch.float32),
@@ -113,8 +102,7 @@ def test_recipes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_adapter(tmp_path / "path" / "to" / "adapter", "bert")
     batches = ragged_batches()
-    names = {
-        "laplace_lora_ext": laplace_lora_ext,
+    names = GIVEN | {
         "trainer": trainer_of(tmp_path / "trained"),
         "train_loader": batches,
         "validation_loader": batches,
@@ -139,15 +127,13 @@ def test_numbers_with_their_noise(capsys):
     batches = ragged_batches()
     for batch in batches:
         batch["labels"] = batch["labels"].double()
-    names = {
-        "laplace_lora_ext": laplace_lora_ext,
+    names = GIVEN | {
         "model": lora_model("bert", n_labels=1),
         "train_loader": batches,
         "val_loader": batches,
         "test_loader": batches,
     }
-    (code,) = blocks_of("priors.md", "Numbers with their noise")
-    run(code, names, "priors.md")
+    run_section("priors.md", "Numbers with their noise", names)
     median = names["median"]
     assert ((names["low"] < median) & (median < names["high"])).all()
     assert_close(median, names["prediction"].mean)
@@ -159,8 +145,7 @@ def test_numbers_with_their_noise(capsys):
 def test_one_adapter_out_of_several(tmp_path, capsys):
     model = lora_model("bert", torch.float32)
     trainer = trainer_of(tmp_path, model=model)
-    names = {
-        "laplace_lora_ext": laplace_lora_ext,
+    names = GIVEN | {
         "model_of_one": model,
         "model_of_two": another_training().float(),
         "loader_of_one": ragged_batches(),
@@ -168,7 +153,6 @@ def test_one_adapter_out_of_several(tmp_path, capsys):
         "trainer_of_one": trainer,
         "held_out_texts": trainer.train_dataset,
     }
-    (code,) = blocks_of("priors.md", "One adapter out of several")
-    run(code, names, "priors.md")
+    run_section("priors.md", "One adapter out of several", names)
     assert set(model.peft_config) == {"default", *(f"both_{n}" for n in range(4))}
     assert capsys.readouterr().out.count("eval_loss") == 4

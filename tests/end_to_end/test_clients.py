@@ -33,23 +33,13 @@ from transformers import (
 
 from laplace_lora_cli import main
 from tests.support.models import VOCABULARY, lora_model, ragged_batches, without_labels
-from tests.support.pages import FENCE, PROMPTS, write_adapter
+from tests.support.pages import DOCS, PROMPTS, run_section, write_adapter
 from tests.support.posteriors import fitted, generator
 from tests.support.saved_adapters import NAMES, SMALL, save_adapter, write_rows
 from tests.support.texts import drawn_models, fitted_text, text_batches
 
-DOCS = Path(__file__).parents[2] / "docs"
-SERVING = (DOCS / "serving.md").read_text(encoding="utf-8")
-LIBRARIES = (DOCS / "other_libraries.md").read_text(encoding="utf-8")
-
-
-def run(guide: str, title: str, names: dict[str, Any]) -> dict[str, Any]:
-    """Run the blocks of a section, one after the other."""
-    _, found, text = guide.partition(f"## {title}")
-    assert found
-    for _, code in FENCE.findall(text.partition("\n## ")[0].partition("\n### ")[0]):
-        exec(compile(code, title, "exec"), names)
-    return names
+SERVING = "serving.md"
+LIBRARIES = "other_libraries.md"
 
 
 # --- lm-polygraph ---------------------------------------------------------------------
@@ -70,7 +60,7 @@ def polygraph(tmp_path_factory) -> SimpleNamespace:
         "prompts": PROMPTS,
         "answers": [""] * len(PROMPTS),
     }
-    return SimpleNamespace(**run(LIBRARIES, "lm-polygraph", given))
+    return SimpleNamespace(**run_section(LIBRARIES, "lm-polygraph", given))
 
 
 def test_lm_polygraph_has_a_number_for_each_prompt(polygraph):
@@ -167,7 +157,7 @@ def test_the_wrapper_of_torch_uncertainty_predicts_as_the_posterior_does():
     loader = [(without_labels(batch), batch["labels"]) for batch in batches]
     inputs, _ = loader[0]
     given = {"model": model, "train_loader": loader, "inputs": inputs}
-    names = run(LIBRARIES, "torch-uncertainty", given)
+    names = run_section(LIBRARIES, "torch-uncertainty", given)
     assert_close(names["probs"], la(inputs))
 
 
@@ -184,7 +174,7 @@ def test_mapie_finds_a_limit_from_which_on_answers_are_right():
         "labels": labels[:2000],
         "test_loader": test,
     }
-    is_decided = run(LIBRARIES, "MAPIE", given)["is_decided"]
+    is_decided = run_section(LIBRARIES, "MAPIE", given)["is_decided"]
     is_right = test.argmax(1) == labels[2000:]
     assert is_right.mean() < 0.9
     assert is_right[is_decided].mean() > 0.95
@@ -215,7 +205,7 @@ def folder(tmp_path_factory) -> Path:
     before = Path.cwd()
     os.chdir(folder)
     try:
-        for line in SERVING.splitlines():
+        for line in (DOCS / SERVING).read_text("utf-8").splitlines():
             _, command, given = line.partition("    laplace-lora ")
             if command:
                 names = ["--class_names", *NAMES] if "calibrate" in given else []
@@ -242,7 +232,7 @@ def by_peft(folder: str, texts: list[str]) -> torch.Tensor:
 
 
 def test_a_pipeline_and_peft_open_a_student(here):
-    names = run(SERVING, "pipeline", {"texts": TEXTS, "names": NAMES})
+    names = run_section(SERVING, "pipeline", {"texts": TEXTS, "names": NAMES})
     expected = by_peft("student/calibrated", TEXTS)
     for answer, p in zip(names["answers"], expected, strict=True):
         found = {row["label"]: row["score"] for row in answer}
@@ -252,7 +242,7 @@ def test_a_pipeline_and_peft_open_a_student(here):
 
 def test_an_endpoint_tells_its_doubt(here):
     pytest.importorskip("fastapi")
-    answers = run(SERVING, "FastAPI", {})["classify"](TEXTS)
+    answers = run_section(SERVING, "FastAPI", {})["classify"](TEXTS)
     assert [answer["label"] for answer in answers] == ["plant", "air", "plant", "air"]
     for answer in answers:
         assert sum(answer["probabilities"]) == pytest.approx(1)
@@ -278,7 +268,7 @@ def serve_in(monkeypatch) -> Callable[..., None]:
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 2**-8)])
 def test_vllm_serves_students_of_classes_as_peft_does(here, serve_in, dtype, bound):
     serve_in(dtype, max_lora_cls_labels=2)
-    names = run(SERVING, "Classes", {"texts": TEXTS})
+    names = run_section(SERVING, "Classes", {"texts": TEXTS})
     expected = by_peft("student/calibrated", TEXTS)
     found = torch.tensor(names["probs"])
     assert_close(found, expected, rtol=0, atol=bound)
@@ -295,7 +285,7 @@ def test_vllm_serves_students_of_answers_as_peft_does(tmp_path, serve_in, monkey
     given = ["--adapter", str(adapter), "--train", str(train)]
     main(["calibrate", *given, "--answers", "A", "B"])
     main(["distill", *given, "--output", "answers"])
-    names = run(
+    names = run_section(
         SERVING, "Answers", {"prompts": TEXTS, "base_model": str(tmp_path / "base")}
     )
     model = AutoPeftModelForCausalLM.from_pretrained("answers/calibrated").eval()
@@ -326,7 +316,7 @@ def test_vllm_serves_draws_as_peft_does(tmp_path, serve_in, monkeypatch):
     base = LlamaForCausalLM.from_pretrained("base")
     writer = fitted_text(get_peft_model(base, lora))
     given = {"writer": writer, "base_model": "base", "prompts": PROMPTS}
-    names = run(LIBRARIES, "vLLM", given)
+    names = run_section(LIBRARIES, "vLLM", given)
     for folder, answers in zip(names["folders"], names["answers"], strict=True):
         base = LlamaForCausalLM.from_pretrained("base")
         model = PeftModel.from_pretrained(base, folder).eval()

@@ -5,31 +5,43 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
+import laplace_lora_ext
 from tests.support.models import base_model, lora_model
 from tests.support.saved_adapters import tokenizer
 
+DOCS = Path(__file__).parents[2] / "docs"
+# What guides take for granted.
+GIVEN: dict[str, Any] = {
+    "laplace_lora_ext": laplace_lora_ext,
+    "torch": torch,
+    "transformers": transformers,
+}
 FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Those of the prompts and of their answers.
-WORDS = [
-    "[PAD]",
-    "[UNK]",
-    "Question",
-    "Answer",
-    ":",
-    "which",
-    "one",
-    "?",
-    "A",
-    "B",
-    "C",
-    "D",
-]
+WORDS = "[PAD] [UNK] Question Answer : which one ? A B C D"
 PROMPTS = [
     "Question : which one ? Answer :",
     "Question : ? Answer :",
     "which ? Answer :",
 ] * 2
+
+
+def blocks_of(page: str, title: str = "") -> list[str]:
+    """Find a guide's blocks of code, or those of a section, by how its title begins."""
+    _, found, text = (DOCS / page).read_text("utf-8").partition(f"## {title}")
+    assert found
+    if title:
+        text, *_ = re.split("\n##+ ", text)
+    return [code for _, code in FENCE.findall(text)]
+
+
+def run_section(page: str, title: str, names: dict[str, Any]) -> dict[str, Any]:
+    """Run the blocks of a section, one after the other."""
+    for code in blocks_of(page, title):
+        run(code, names, title)
+    return names
 
 
 def run(code: str, names: dict[str, Any], place: str) -> None:
@@ -56,4 +68,4 @@ def write_adapter(folder: Path, kind: str) -> None:
 def write_tokenizer(folder: Path) -> None:
     """Write a tokenizer of the prompts' words."""
     settings = {"model_input_names": ["input_ids", "attention_mask"]}
-    tokenizer(WORDS, padding_side="right", **settings).save_pretrained(folder)
+    tokenizer(WORDS.split(), padding_side="right", **settings).save_pretrained(folder)
