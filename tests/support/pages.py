@@ -20,7 +20,8 @@ GIVEN: dict[str, Any] = {
 }
 FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Those of the prompts and of their answers.
-WORDS = "[PAD] [UNK] Question Answer : which one ? A B C D"
+_WORDS = "[PAD] [UNK] Question Answer : which one ? A B C D"
+WORDS = _WORDS.split()
 PROMPTS = [
     "Question : which one ? Answer :",
     "Question : ? Answer :",
@@ -68,4 +69,4 @@ def write_adapter(folder: Path, kind: str) -> None:
 def write_tokenizer(folder: Path) -> None:
     """Write a tokenizer of the prompts' words."""
     settings = {"model_input_names": ["input_ids", "attention_mask"]}
-    tokenizer(WORDS.split(), padding_side="right", **settings).save_pretrained(folder)
+    tokenizer(WORDS, padding_side="right", **settings).save_pretrained(folder)
