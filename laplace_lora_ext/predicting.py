@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.messages import check_counts, check_name, warn
+from laplace_lora_ext.messages import check_name, warn
 from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
 from laplace_lora_ext.models.running import alone, cpu_as_default, exclusive
 from laplace_lora_ext.models.weights import parameters_with
@@ -361,8 +361,7 @@ class Predictor:
         A mixture divides the draws among its members, the first ones getting the rest.
 
         A prior precision that suits the linearised model is often far too small for
-        drawn weights: choose one for them by `method="gridsearch", pred_type="nn",
-        link_approx="mc"`.
+        drawn weights: compare larger ones by `la(batch, pred_type="nn")`.
 
         Parameters
         ----------
@@ -395,7 +394,6 @@ class Predictor:
         UserWarning
             If `logit_scale` is not 1.
         """
-        check_counts(n_samples=n_samples)
         folders = new_folders(directory, n_samples)
         written: list[Path] = []
         for place, la in enumerate(self.members[:n_samples]):

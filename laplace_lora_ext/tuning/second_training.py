@@ -75,8 +75,6 @@ class SecondTraining(TuningMethod):
         If there is not either a trainer or `train` with a `train_loader`; if `held_out`
         is not between 0 and 1, the data have no length or too few examples, or the
         training ends with the LoRA weights of the fitted model.
-    TypeError
-        If `train` returns no model.
     """
 
     trainer: Any = None
@@ -107,10 +105,6 @@ class SecondTraining(TuningMethod):
         train = self.train or partial(self._from_trainer, fitted)
         with own_adapter_back(fitted.model):
             model = train(rest)
-            if not isinstance(model, nn.Module):
-                raise TypeError(
-                    f"train must return the model it has trained, not {model!r}."
-                )
             # A function of the user's own may have trained the fitted adapter itself.
             fitted.check_model()
             posterior = fitted.for_model(model)

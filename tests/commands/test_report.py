@@ -58,13 +58,6 @@ def test_a_verdict_says_by_how_much(posterior, spread, options, expected):
     assert expected in found
 
 
-def test_a_single_text_proves_no_difference():
-    one = outcomes_of(SEEING, 0.1, temperature=2.0)
-    first = Prediction._make(column[:1] for column in one.prediction)
-    one = one._replace(trained=one.trained[:1], prediction=first, labels=one.labels[:1])
-    assert "does as well" in verdict(one, 1.0)
-
-
 def test_the_best_of_each_measure_is_marked():
     trained, temperature, posterior = figures_of(
         outcomes_of(SEEING, 0.1, temperature=2.0)

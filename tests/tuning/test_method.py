@@ -162,32 +162,6 @@ def test_a_search_finds_the_same_whatever_was_before_and_choosing_sets_nothing(
     assert not la.prior_precision.is_inference()
 
 
-# --- what is set ----------------------------------------------------------------------
-
-
-def test_a_search_that_fails_leaves_everything(monkeypatch):
-    la, X = plain_regression()
-    la.temperature = 0.8
-    la.prior_precision = 0.4
-    expected = la(X)
-    evidence = type(la).log_marginal_likelihood
-    calls = []
-
-    def interrupted(self: Any, *precisions: Tensor) -> Tensor:
-        calls.append(evidence(self, *precisions))
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return calls[-1]
-
-    monkeypatch.setattr(type(la), "log_marginal_likelihood", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        Marglik()(la)
-    assert la.sigma_noise.item() == 0.5
-    assert not la.sigma_noise.requires_grad
-    for now, then in zip(la(X), expected, strict=True):
-        assert torch.equal(now, then)
-
-
 @pytest.mark.parametrize("method", ["agreement", "gridsearch", "val_gd"])
 def test_data_pass_once_and_statistics_of_any_temperature_not_at_all(method):
     la = fitted()
