@@ -112,13 +112,11 @@ class Loaded:
 
     def posterior(self) -> laplace_lora_ext.LoRALaplace:
         """Load the posterior."""
-        place = posterior_folder(self.arguments)
         # Others than those of the fit are refused.
         answers = class_tokens(None, self.arguments.answers, self.tokenizer)
-        la = laplace_lora_ext.from_pretrained(
-            self.model, place, class_token_ids=answers
+        return laplace_lora_ext.from_pretrained(
+            self.model, posterior_folder(self.arguments), class_token_ids=answers
         )
-        return la
 
 
 def load(arguments: ModelArguments) -> Loaded:
@@ -208,7 +206,12 @@ def posterior_folder(arguments: ModelArguments) -> str:
 def _with_saved(arguments: ModelArguments) -> ModelArguments:
     """Read texts as those of the posterior's fit; another way is refused."""
     place = posterior_folder(arguments)
-    saved: Mapping[str, Any] = read_state(place).get("metadata", {})
+    try:
+        saved: Mapping[str, Any] = read_state(place).get("metadata", {})
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{place} holds no posterior: make one by laplace-lora calibrate."
+        ) from error
     for field in fields(TextArguments) if saved else ():
         of_fit, given = saved[field.name], getattr(arguments, field.name)
         if given not in (None, of_fit):

@@ -178,7 +178,7 @@ def _keep_whole_lines(output: Path) -> int:
     written = output.read_bytes()
     end = written.rfind(b"\n") + 1
     os.truncate(output, end)
-    return written.count(b"\n", 0, end)
+    return written.count(b"\n")
 
 
 def report(arguments: ReportArguments) -> None:

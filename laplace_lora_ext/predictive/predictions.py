@@ -114,6 +114,8 @@ class Prediction(NamedTuple):
             raise ValueError(f"accuracy must be from 0 to 1, not {accuracy}.")
         if costs is not None:
             costs = torch.as_tensor(costs, device="cpu").double()
+            if costs.shape != self.probabilities.shape[1:]:
+                raise ValueError("costs must be one number for each class.")
         labels, doubt = decide(self.probabilities, costs)
         # Stable, so that equal doubts come out the same each time.
         order = doubt.argsort(descending=True, stable=True)

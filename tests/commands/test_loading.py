@@ -46,6 +46,16 @@ def test_answers_of_a_posterior_from_python_are_compared_too(
         assert "class_token_ids was" in refusal("predict", **turned)
 
 
+def test_a_report_needs_a_posterior(classifier, refusal, tmp_path):
+    message = refusal(
+        "report",
+        adapter=classifier,
+        data=tmp_path / "missing.csv",
+        output=tmp_path / "report.html",
+    )
+    assert "no posterior" in message
+
+
 # --- heads and answers ----------------------------------------------------------------
 
 

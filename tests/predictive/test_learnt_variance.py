@@ -170,10 +170,9 @@ def test_what_nobody_can_know_is_not_explained_and_the_noise_of_draws_no_error()
     assert few.learnt().mean_error == pytest.approx(errors.abs().mean().item())
 
 
-@pytest.mark.parametrize("far", [1e6, -1e6])
-def test_it_never_goes_more_than_a_factor_of_two_beyond_what_it_has_seen(far):
+def test_it_never_goes_more_than_a_factor_of_two_beyond_what_it_has_seen():
     examples = linear_in_features()
-    distant = examples.X + far * normal(60, 7, seed=4)
+    distant = examples.X + 1e6 * normal(60, 7, seed=4)
     found = log_variances(examples.learnt().covariance(distant))
     above = found - examples.logs.amax(0)
     below = examples.logs.amin(0) - found
@@ -203,10 +202,9 @@ def test_a_feature_without_variance_plays_no_part():
     assert_close(found, of_mean.expand(4, -1, -1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_an_example_without_doubt_takes_none_from_others(dtype):
+def test_an_example_without_doubt_takes_none_from_others():
     examples = linear_in_features()
-    f_var = examples.covariance().to(dtype)
+    f_var = examples.covariance().float()
     f_var[7] = 0
     with_sure = Examples(examples.X, log_variances(f_var))
     learnt = with_sure.learnt()

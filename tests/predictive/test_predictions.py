@@ -142,6 +142,7 @@ def test_labelled_texts_prove_what_clopper_and_pearson_say():
         ({}, "accuracy or capacity"),
         ({"accuracy": 0.9, "capacity": 3}, "not both"),
         ({"accuracy": 95}, "0 to 1"),
+        ({"accuracy": 0.9, "costs": [1.0, 2.0]}, "for each class"),
     ],
 )
 def test_what_makes_no_queue_is_refused(options, message):
