@@ -245,10 +245,6 @@ class LoRALaplace(Posterior, Predictor):
             warn("Every lora_B weight is 0: the adapter looks untrained.")
         self.recorder = Recorder(self.model, self.blocks)
         self._fit: Fit | None = None
-        if kwargs.get("enable_backprop"):
-            raise NotImplementedError(
-                "enable_backprop asks for gradients in inputs, and tokens have none."
-            )
         # These may have a number for each block, and the host counts whole parameters.
         priors = {name: kwargs.pop(name) for name in _PRIORS if name in kwargs}
         options = self.task.backend_kwargs(backend_kwargs or {})
@@ -488,10 +484,7 @@ class LoRALaplace(Posterior, Predictor):
     def scatter(self) -> Tensor:
         """Square the distance from the prior mean under the prior, in float64."""
         squares = (self.mean - self.prior_mean).double().square()
-        if len(self.prior_precision) < self.n_params:
-            of_blocks = squares.split(self._sizes)
-            squares = torch.stack([part.sum() for part in of_blocks])
-        return (squares * self.prior_precision.double()).sum()
+        return (squares * self.prior_precision_diag.double()).sum()
 
     def optimize_prior_precision(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

@@ -125,11 +125,6 @@ def test_a_summary_counts_the_parameters_that_the_data_determine():
     assert [*map(float, n_determined)] == pytest.approx(expected, **printed)
 
 
-def test_gradients_in_tokens_are_refused():
-    with pytest.raises(NotImplementedError, match="enable_backprop"):
-        make(lora_model("bert"), enable_backprop=True)
-
-
 @pytest.mark.parametrize("options", [{"pred_type": "nn"}, {"link_approx": "mc"}])
 def test_predictions_by_no_draw_are_refused(la, options):
     with pytest.raises(ValueError, match="n_samples"):

@@ -252,7 +252,7 @@ class LowRankKronGGN(GGNInterface):
     def jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
         """Make Jacobians `(B, C, parameters)` of the logits, and the logits.
 
-        `enable_backprop` is the host's, and False: see `LoRALaplace`.
+        `enable_backprop` is the host's: tokens have no gradients.
         """
         return self.recorder.jacobians(x)
 

@@ -38,6 +38,8 @@ class Answers:
         whether logits of several tokens are means, rather than sums
     are_read : bool
         whether logits are read off those of a vocabulary
+    decodes : bool
+        whether the model reads one text, and writes another
     """
 
     class_token_ids: ClassTokens | None = None
@@ -50,9 +52,7 @@ class Answers:
     ) -> None:
         self._transformer = transformer
         self._first_tokens = first_tokens  # which the answers begin with
-        self._decodes = (
-            transformer is not None and transformer.config.is_encoder_decoder
-        )
+        self.decodes = transformer is not None and transformer.config.is_encoder_decoder
         self._weighed: list[Tensor] | None = None  # see `weighing`
 
     def rows(self, inputs: Any) -> Any:
@@ -121,7 +121,7 @@ class AnswerTokens(Answers):
 
     def _scores(self, inputs: Any, call: Call) -> tuple[Tensor, Tensor]:
         text_with_answer = inputs
-        if self._decodes:
+        if self.decodes:
             assert self._transformer is not None
             inputs = decoder_start(self._transformer, inputs)
             text_with_answer = decoder_text(inputs)

@@ -93,7 +93,7 @@ class Choices(Answers):
         counts = self._counted(inputs)
         n_texts, n_choices, _ = counts.shape
         flat = _flattened({**inputs, SCORE_MASK: counts}, counts.shape)
-        if self._decodes:
+        if self.decodes:
             counts = flat.pop(SCORE_MASK)
             text = decoder_text(flat)
         else:
@@ -106,7 +106,7 @@ class Choices(Answers):
         """Return which tokens of a batch's choices count, `(B, K, T)` booleans."""
         text = inputs if isinstance(inputs, Mapping) else {}
         counts = text.get(SCORE_MASK)
-        key = "decoder_input_ids" if self._decodes else "input_ids"
+        key = "decoder_input_ids" if self.decodes else "input_ids"
         tokens = text.get(key)
         if counts is None:
             raise ValueError(
@@ -150,7 +150,7 @@ class AnswerTexts(Choices):
 
     def _as_choices(self, inputs: Any) -> dict[str, Any]:
         """Put each answer behind each prompt of a batch, `(B, K, T)`."""
-        if not self._decodes:
+        if not self.decodes:
             return _continued(inputs, self._answers)
         assert self._transformer is not None
         given = decoder_start(self._transformer, inputs)

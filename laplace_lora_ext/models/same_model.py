@@ -271,17 +271,11 @@ def check_alike_on_ranks(state: ModelState, mean: Tensor, settings: str) -> None
         return
     mean = mean.cpu()
     first_state, first_mean, first_settings = of_first((state, mean, settings))
-    difference = first_state.difference(state)
-    if difference is not None:
-        difference = f"base or head ({difference})"
-    if not torch.equal(mean, first_mean):
-        difference = "LoRA weights"
-    if settings != first_settings:
-        difference = f"settings ({settings} and {first_settings})"
-    if difference is not None:
+    is_alike = torch.equal(mean, first_mean) and settings == first_settings
+    if not is_alike or first_state.difference(state) is not None:
         raise ValueError(
-            f"Rank {rank()} and rank 0 differ in {difference}: load the same adapter "
-            "and pass the same settings on every rank."
+            f"Rank {rank()} and rank 0 differ in weights or settings: load the same "
+            "adapter and pass the same settings on every rank."
         )
 
 

@@ -74,10 +74,7 @@ class Classification(Task):
                 'for the likelihood "multi_label_classification", numbers for '
                 '"regression"; of one-hot labels, pass labels.argmax(-1)'
             )
-        if ((y < 0) | (y >= n_outputs)).any():
-            raise ValueError(
-                f"labels must be from 0 to {n_outputs - 1}, not {y.unique().tolist()}"
-            )
+        check_labels(y, n_outputs)
         if _look_like_probabilities(logits):
             warn(
                 "The model's outputs look like probabilities: return logits, and leave "
@@ -87,6 +84,15 @@ class Classification(Task):
 
 
 CLASSIFICATION = Classification()
+
+
+def check_labels(labels: Tensor, n_outputs: int) -> None:
+    """Refuse labels `(N,)` that are no classes of a model with so many outputs."""
+    if labels.min() < 0 or labels.max() >= n_outputs:
+        raise ValueError(
+            f"labels must be from 0 to {n_outputs - 1}, but range from {labels.min()} "
+            f"to {labels.max()}"
+        )
 
 
 def drawn_labels(logits: Tensor, numbers: Tensor) -> Tensor:

@@ -24,12 +24,15 @@ from laplace_lora_ext.models.output_layer import (
     read_in_parts,
 )
 from laplace_lora_ext.models.running import is_shared
-from laplace_lora_ext.tasks.classification import CLASSIFICATION, drawn_labels
+from laplace_lora_ext.tasks.classification import (
+    CLASSIFICATION,
+    check_labels,
+    drawn_labels,
+)
 from laplace_lora_ext.tasks.task import ClassCounts, Objective, Seeds, Task
 from laplace_lora_ext.tasks.token_labels import (
     TokenClassification,
     check_labelled,
-    check_labels,
     check_places,
     refuse_answers,
 )
@@ -88,11 +91,6 @@ class TokensModel(LogitsModel):
         assert transformer is not None
         return transformer
 
-    @property
-    def is_encoder_decoder(self) -> bool:
-        """Say whether the model reads one text, and writes another."""
-        return bool(self.transformer.config.is_encoder_decoder)
-
     def _logits(
         self, batch: Any, part: Span | None = None, states: LastStates | None = None
     ) -> Tensor:
@@ -100,7 +98,7 @@ class TokensModel(LogitsModel):
 
         With `states`, the layers before the output layer run once for all parts.
         """
-        if isinstance(batch, Mapping) and not self.is_encoder_decoder:
+        if isinstance(batch, Mapping) and not self.answers.decodes:
             batch = text_first(batch)  # labels too
         labelled = self.targets(batch, part) != IGNORED
         inputs = self._inputs(batch)
@@ -158,9 +156,9 @@ class TokensModel(LogitsModel):
             )
         _, labels = super().split(batch)
         # An encoder reads other tokens than those that have labels.
-        inputs = {} if self.is_encoder_decoder else super()._inputs(batch)
+        inputs = {} if self.answers.decodes else super()._inputs(batch)
         check_places(labels, inputs)
-        if not self.is_encoder_decoder:
+        if not self.answers.decodes:
             # Logits predict the token after their place.
             labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
             mask = inputs.get("attention_mask")
@@ -174,7 +172,7 @@ class TokensModel(LogitsModel):
     def labelled(self, batch: Any, part: Span | None = None) -> Tensor:
         """Mark the labels that some logits predict, or those of a part, `(B, T)`."""
         predicting = self.targets(batch, part) != IGNORED
-        return predicting if self.is_encoder_decoder else predicting.roll(1, dims=1)
+        return predicting if self.answers.decodes else predicting.roll(1, dims=1)
 
     def places(self, batch: Any) -> Tensor:
         """Mark the tokens `(B, T)` at which logits predict a label."""
@@ -182,7 +180,7 @@ class TokensModel(LogitsModel):
 
     def _inputs(self, batch: Any) -> Any:
         inputs = super()._inputs(batch)
-        if self.is_encoder_decoder and all(
+        if self.answers.decodes and all(
             inputs.get(key) is None for key in DECODER_INPUTS
         ):
             labels = batch[self.dict_key_y].to(self.device)

@@ -11,7 +11,7 @@ from torch import Tensor
 from laplace_lora_ext.models.answers import Answers
 from laplace_lora_ext.models.batches import IGNORED, is_real, logits_of
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.tasks.classification import Classification
+from laplace_lora_ext.tasks.classification import Classification, check_labels
 from laplace_lora_ext.tasks.task import ClassCounts, Draws, Seeds, scaled_seeds
 
 
@@ -166,13 +166,4 @@ def check_places(labels: Tensor, inputs: Mapping[str, Any]) -> None:
     if mask is not None and (labels[~mask.to(labels.device).bool()] != IGNORED).any():
         raise ValueError(
             f"There are labels where attention_mask is 0: set them to {IGNORED}"
-        )
-
-
-def check_labels(labels: Tensor, n_outputs: int) -> None:
-    """Refuse labels `(N,)` that are no classes of a model with so many outputs."""
-    if labels.min() < 0 or labels.max() >= n_outputs:
-        raise ValueError(
-            f"labels must be {IGNORED} or from 0 to {n_outputs - 1}, but range "
-            f"from {labels.min()} to {labels.max()}"
         )
