@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from math import log
 from typing import Any
 
 import torch
@@ -243,10 +244,9 @@ def loss_of_chance(class_counts: ClassCounts) -> float:
     for (column, _), n_labels in class_counts.items():
         by_column[column].append(n_labels)
     loss = 0.0
-    for n_of_classes in by_column.values():
-        counts = torch.tensor(n_of_classes, dtype=torch.float64)
-        entropies = torch.special.entr(counts / counts.sum())
-        loss += (counts.sum() * entropies.sum()).item()
+    for of_classes in by_column.values():
+        n_labels = sum(of_classes)
+        loss += sum(n * log(n_labels / n) for n in of_classes)
     return loss
 
 

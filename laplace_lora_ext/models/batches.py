@@ -23,16 +23,11 @@ _OF_TEXT = ("attention_mask", "inputs_embeds")
 def named_batches(
     loader: Iterable[Any], description: str = "", progress_bar: bool = False
 ) -> Iterator[tuple[str, Any]]:
-    """Yield each batch that is not empty, with its name for error messages."""
+    """Yield each batch with its name for error messages."""
     shows_bar = progress_bar and rank() == 0
     batches = tqdm.tqdm(loader, desc=description, disable=not shows_bar)
     for index, batch in enumerate(batches):
-        inputs = batch
-        if isinstance(batch, (tuple, list)) and len(batch) == 2:
-            inputs, _ = batch
-        # Samplers of several processes may leave one of them an empty batch.
-        if number_of_rows(inputs) != 0:
-            yield f"batch {index}", batch
+        yield f"batch {index}", batch
 
 
 def part_of(inputs: Any, place: slice, n_examples: int) -> Any:

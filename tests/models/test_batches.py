@@ -11,21 +11,15 @@ import torch
 from torch import Tensor
 from transformers import BatchEncoding
 
-from laplace_lora_ext.models.batches import (
-    check_texts,
-    named_batches,
-    positions_of,
-    text_first,
-)
+from laplace_lora_ext.models.batches import check_texts, positions_of, text_first
 from laplace_lora_ext.models.logits_model import LogitsModel
 from tests.support.models import (
     CLASS_TOKEN_IDS,
-    first_batch,
     lora_model,
     ragged_batches,
     record_calls,
 )
-from tests.support.posteriors import OURS_AND_A_HOSTS, fitted
+from tests.support.posteriors import fitted
 
 PAD = 3
 
@@ -58,7 +52,7 @@ def in_a_pair(batch: Batch) -> tuple[Batch, Tensor]:
     return without(batch, "labels"), batch["labels"]
 
 
-# --- mappings, pairs, labels that are none, batches that are empty --------------------
+# --- mappings, pairs, labels that are none --------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -89,20 +83,6 @@ def test_labels_that_are_none_are_not_asked_for_by_predictions_alone(batch):
     assert (la.predict_proba(none) == expected).all()
     with pytest.raises(ValueError, match=r"No labels .*only Tensor"):
         la.model.split((batch["input_ids"], None))
-
-
-@pytest.mark.parametrize("structure", OURS_AND_A_HOSTS)
-def test_empty_batches_are_left_out_and_the_others_keep_their_numbers(structure):
-    batches = ragged_batches()
-    empty = {key: value[:0] for key, value in first_batch().items()}
-    la = fitted(batches=batches, structure=structure)
-    expected = la.loss
-    la.fit([empty, *batches, empty])
-    assert torch.equal(la.loss, expected)
-    X = torch.randn(2, 3)
-    loader = [(X, X), (X[:0], X[:0]), X[:0], {"x": X[:0], "y": 3}, {"x": [1]}]
-    # Nothing says of the last that it is empty.
-    assert [name for name, _ in named_batches(loader)] == ["batch 0", "batch 4"]
 
 
 @pytest.mark.parametrize("batch", ["a text", ["two", "texts"], {"input_ids": [[1, 2]]}])
