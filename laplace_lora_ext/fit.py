@@ -26,7 +26,7 @@ from laplace_lora_ext.models.same_model import (
 )
 from laplace_lora_ext.models.weights import Place, flatten_weights
 from laplace_lora_ext.predictive.learnt_variance import LearntVariance
-from laplace_lora_ext.processes.exchange import count, gathered, rank, together
+from laplace_lora_ext.processes import count, gathered, rank, together
 from laplace_lora_ext.processes.shards import Share
 from laplace_lora_ext.tasks.task import ClassCounts
 

@@ -48,7 +48,7 @@ from laplace_lora_ext.predictive.posterior import (
     drawn_functions,
     drawn_weights,
 )
-from laplace_lora_ext.processes.exchange import together
+from laplace_lora_ext.processes import together
 from laplace_lora_ext.tasks import task_of
 from laplace_lora_ext.tuning import build
 from laplace_lora_ext.tuning.method import (

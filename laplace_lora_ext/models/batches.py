@@ -12,7 +12,7 @@ import tqdm
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from laplace_lora_ext.processes.exchange import rank
+from laplace_lora_ext.processes import rank
 
 IGNORED = -100
 """transformers' label for a token that does not count."""

@@ -143,6 +143,7 @@ def _matrices(name: str, layer: BaseTunerLayer, adapter: str) -> Iterator[Block]
             parameter = "weight"
             weight_name += ".weight"
         weight = module._parameters[parameter]
+        assert weight is not None
         # A layer of LoRA then adds `B(A(x))`.
         calls_halves = not isinstance(layer, _OF_PARAMETER)
         calls_halves &= _variant(layer, adapter) in ("", _DORA)

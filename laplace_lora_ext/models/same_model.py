@@ -26,7 +26,7 @@ from laplace_lora_ext.models.weights import (
     owner_of,
     read,
 )
-from laplace_lora_ext.processes.exchange import count, of_first, rank
+from laplace_lora_ext.processes import count, of_first, rank
 
 _SAMPLED = 32  # numbers of each weight that are compared: training moves all of them
 _COMPARED = 16  # numbers of each weight that every call looks at: a line of the cache

@@ -24,7 +24,7 @@ from laplace_lora_ext.predictive.posterior import (
     of_classes,
     sees_differences,
 )
-from laplace_lora_ext.processes.exchange import together
+from laplace_lora_ext.processes import together
 from laplace_lora_ext.processes.shards import join_batches
 
 # For each example, where there are too many outputs for a backward pass each.

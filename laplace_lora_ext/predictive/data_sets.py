@@ -17,7 +17,7 @@ from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import IGNORED, named_batches
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.predictive.moments import Moments
-from laplace_lora_ext.processes.exchange import count, together
+from laplace_lora_ext.processes import count, together
 from laplace_lora_ext.processes.shards import (
     Columns,
     Share,

@@ -22,7 +22,7 @@ from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
-from laplace_lora_ext.processes.exchange import count, gathered, of_first, rank
+from laplace_lora_ext.processes import count, gathered, of_first, rank
 
 Columns = tuple[Tensor, ...]
 """Tensors with a row for each example."""

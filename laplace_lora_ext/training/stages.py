@@ -41,7 +41,7 @@ from laplace_lora_ext.models.logits_model import find_transformer
 from laplace_lora_ext.models.lora_layers import looks_trained
 from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.posterior import Hyperparameters
-from laplace_lora_ext.processes.exchange import of_first, rank
+from laplace_lora_ext.processes import of_first, rank
 from laplace_lora_ext.processes.shards import Division
 from laplace_lora_ext.saving import write_whole
 from laplace_lora_ext.training.trainers import (

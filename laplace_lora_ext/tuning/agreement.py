@@ -17,7 +17,7 @@ from laplace_lora_ext.predictive.links import DEFAULT_LINK
 from laplace_lora_ext.predictive.moments import gaussian_samples, standard_normal
 from laplace_lora_ext.predictive.posterior import Posterior, of_classes
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
-from laplace_lora_ext.processes.exchange import count
+from laplace_lora_ext.processes import count
 from laplace_lora_ext.processes.shards import (
     Share,
     data_size,

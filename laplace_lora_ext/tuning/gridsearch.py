@@ -37,7 +37,7 @@ from laplace_lora_ext.predictive.statistics import (
     of_present_fit,
     statistics_of_batch,
 )
-from laplace_lora_ext.processes.exchange import gathered
+from laplace_lora_ext.processes import gathered
 from laplace_lora_ext.processes.shards import Share
 from laplace_lora_ext.tuning.method import (
     Trial,

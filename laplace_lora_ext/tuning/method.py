@@ -21,7 +21,7 @@ from laplace_lora_ext.predictive.statistics import (
     has_statistics,
     of_present_fit,
 )
-from laplace_lora_ext.processes.exchange import of_first, together
+from laplace_lora_ext.processes import of_first, together
 
 _STRUCTURES = ["scalar", "kind", "layerwise", "diag"]
 
