@@ -790,7 +790,10 @@ class LoRALaplace(Posterior, Predictor):
         samples = self.functional_samples(
             x, pred_type, n_samples, diagonal_output, generator
         )
-        return self.task.predicted.predictions(samples)
+        task = self.task.predicted
+        if task.has_noise:
+            return samples
+        return task.shown(task.class_logits(samples).softmax(-1))
 
     @exclusive
     def sample(

@@ -169,12 +169,18 @@ def test_a_prediction_is_of_one_factor_whatever_other_threads_do(monkeypatch):
     changes = []
 
     def unlabelled(batch):
-        # The first member has predicted, and the second has not begun.
+        # The first member, or batch, is predicted, and the second has not begun.
         changes.append(pool.submit(setattr, mixture, "prior_precision", 100.0))
         # Without a lock it would be done by then.
-        assert not wait(changes, timeout=0.2).done
+        assert not wait(changes[-1:], timeout=0.2).done
         return batch
 
+    def loader():
+        yield both.batch
+        yield unlabelled(both.batch)
+
+    with ThreadPoolExecutor(1) as pool:
+        mixture.predict(loader())
     monkeypatch.setattr(mixture.members[1].model, "unlabelled", unlabelled)
     with ThreadPoolExecutor(1) as pool:
         mixture(both.batch)

@@ -159,10 +159,6 @@ class Task:
         """Take what a user reads of the probabilities of classes."""
         return probabilities
 
-    def predictions(self, logits: Tensor) -> Tensor:
-        """Make what a user reads of logits: probabilities, or numbers as they are."""
-        return self.shown(self.class_logits(logits).softmax(-1))
-
     def features(self, logits: Tensor) -> Tensor:
         """Make numbers `(N, p)` of logits that variances are learnt from."""
         return self.class_logits(logits).log_softmax(-1).flatten(1)
