@@ -102,8 +102,10 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     ) -> tuple[Tensor, Tensor]:
         covariance = SquareForm(self.posterior_precision.inverse_root)
 
-        def add(index: int, jacobian: Tensor) -> None:
-            covariance.add(index, jacobian.flatten(0, 1)[None] if joint else jacobian)
+        def add(indices: list[int], jacobians: Tensor) -> None:
+            if joint:
+                jacobians = jacobians.flatten(1, 2)[:, None]
+            covariance.add(indices, jacobians)
 
         f_mu = self.recorder.visit_jacobians(part, add, directions)
         f_var = covariance.total().to(f_mu.device)

@@ -1,7 +1,6 @@
 """Curvature in eigenvectors, to which a prior precision can be added.
 
-Blocks of one shape are multiplied together: of a small text, each product of matrices
-takes longer to start than to compute.
+Blocks of one shape are multiplied together.
 """
 
 from __future__ import annotations
@@ -14,9 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-# Of Jacobians that wait for those of other blocks of a shape: 16 MB in float32.
-_NUMBERS = 2**22
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,35 +143,26 @@ class SquareForm:
     """Sums `W P⁻¹ Wᵀ` over all blocks, in whichever order their weights come."""
 
     def __init__(self, inverse_root: Powers) -> None:
-        # Each block's group, what waits there and what is to come, and its own place.
-        self._places: dict[int, tuple[Power, dict[int, Tensor], set[int], int]] = {}
-        for indices, power in inverse_root:
-            waiting: dict[int, Tensor] = {}
-            missing = set(range(len(indices)))
-            for place, index in enumerate(indices):
-                self._places[index] = power, waiting, missing, place
+        self._places = {  # each block's group, and its own place there
+            index: (power, place)
+            for indices, power in inverse_root
+            for place, index in enumerate(indices)
+        }
         self._sum: Tensor | None = None
 
-    def add(self, index: int, weights: Tensor) -> None:
-        """Take a block's weights `(B, K, r, d)`."""
-        power, waiting, missing, place = self._places[index]
-        waiting[place] = weights
-        missing.remove(place)
-        if not missing or len(waiting) * weights.numel() > _NUMBERS:
-            self._add_waiting(power, waiting)
+    def add(self, indices: list[int], weights: Tensor) -> None:
+        """Take the weights `(blocks, B, K, r, d)` of some blocks of a group."""
+        powers, places = zip(*(self._places[index] for index in indices), strict=True)
+        power = powers[0]
+        if places != tuple(range(len(power.on_leading))):
+            power = power[list(places)]
+        form = power.square_form(weights)
+        self._sum = form if self._sum is None else self._sum + form.to(self._sum)
 
     def total(self) -> Tensor:
         """Return the sum `(B, K, K)`, once all blocks have come."""
         assert self._sum is not None
         return self._sum
-
-    def _add_waiting(self, power: Power, waiting: dict[int, Tensor]) -> None:
-        places = sorted(waiting)
-        weights = torch.stack([waiting.pop(place) for place in places])
-        if len(places) < len(power.on_leading):
-            power = power[places]
-        form = power.square_form(weights)
-        self._sum = form if self._sum is None else self._sum + form.to(self._sum)
 
 
 class Spectrum(NamedTuple):
@@ -345,9 +332,10 @@ class LowRankKronDecomposed:
         """Compute `W self⁻¹ Wᵀ`, `(B, C, C)`, for `W` of shape `(B, C, parameters)`."""
         form = SquareForm(self.inverse_root)
         parts = W.split([math.prod(block.shape) for block in self.blocks], dim=-1)
-        for index, (block, part) in enumerate(zip(self.blocks, parts, strict=True)):
-            weights = part.unflatten(-1, block.shape).to(block.U.device)
-            form.add(index, block.small_side_first(weights))
+        for indices, block in self.groups:
+            weights = torch.stack([parts[index] for index in indices])
+            weights = weights.to(block.U.device).unflatten(-1, block.shape)
+            form.add(indices, block.small_side_first(weights))
         return form.total().to(W.device)
 
     def to_matrix(self, exponent: float = 1) -> Tensor:

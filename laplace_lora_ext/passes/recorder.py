@@ -53,8 +53,15 @@ _NUMBERS = 2**27
 # What models raise on inputs that are no example, or not alone.
 _NO_EXAMPLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError)
 
+# Of rows that wait for those of other blocks, to be multiplied together: 1 MB in
+# float32. Of a small text, each product takes longer to start than to compute.
+_WAITING = 2**18
+
 Directions = Callable[[Tensor], Tensor]
 """Takes logits `(B, C)`, and returns vectors `(S, B, C)` to back-propagate."""
+
+Visit = Callable[[list[int], Tensor], None]
+"""Takes indices of blocks of one shape, and their Jacobians `(blocks, B, C, r, d)`."""
 
 
 def every_output(logits: Tensor) -> Tensor:
@@ -116,10 +123,10 @@ class Rounds:
         return Seeds(self.vectors(vectors), of_rounds.flatten(0, 1))
 
     def of_rows(self, of_texts: Tensor) -> Tensor:
-        """Take each row's part `(N, S, ...)` of all rounds' `(B, rounds S, ...)`."""
-        by_round = of_texts.unflatten(1, (len(self.has_round), -1))
+        """Take rows' parts `(blocks, N, S, ...)` of `(blocks, B, rounds S, ...)`."""
+        by_round = of_texts.unflatten(2, (len(self.has_round), -1))
         owners, numbers = self.owners, self.numbers
-        return by_round[owners.to(by_round.device), numbers.to(by_round.device)]
+        return by_round[:, owners.to(by_round.device), numbers.to(by_round.device)]
 
 
 @dataclass(frozen=True)
@@ -292,45 +299,62 @@ class Recorder:
     # --- Jacobians --------------------------------------------------------------------
 
     def visit_jacobians(
-        self,
-        batch: Any,
-        visit: Callable[[int, Tensor], None],
-        directions: Directions = every_output,
+        self, batch: Any, visit: Visit, directions: Directions = every_output
     ) -> Tensor:
-        """Make Jacobians block by block, by one forward and one batched backward pass.
+        """Make Jacobians of a few blocks at a time, by one forward and backward pass.
 
-        `visit`, without autocast, receives a block's index and its Jacobian `(B, C, r,
-        d)`, small side first, 0 where the logits don't depend on the block. Only one is
-        in memory at a time, unless examples or vectors come one at a time; that all are
-        finite is known at the end. The method returns the logits `(B, C)`. With other
-        `directions`, Jacobians are those of S combinations of the logits, in place of
-        C. Errors are those of `record`.
+        `visit`, without autocast, receives indices of blocks of one shape and place,
+        and their Jacobians `(blocks, B, C, r, d)`, small side first, 0 where the logits
+        don't depend on a block. These are few at a time, unless examples or vectors
+        come one at a time; that all are finite is known at the end. The method returns
+        the logits `(B, C)`. With other `directions`, Jacobians are those of S
+        combinations of the logits, in place of C. Errors are those of `record`.
         """
-        incomplete: dict[int, Tensor] = {}
-        sums: dict[int, Tensor] = {}  # of complete ones
+        apart: dict[int, Tensor] = {}  # Jacobians that come in parts
+        waiting: dict[tuple[object, ...], list[Rows]] = {}  # of blocks of one kind
+        sums: dict[int, Tensor] = {}  # of Jacobians that were visited
 
         def zeros(index: int) -> Tensor:
             block = self.blocks[index]
             shape = (*size, *block.shape)
             return block.values.new_zeros(shape, dtype=block.statistics_dtype)
 
-        def complete(index: int, jacobian: Tensor) -> None:
+        def complete(indices: list[int], jacobians: Tensor) -> None:
             # Asking each block whether its numbers are finite would wait for an
             # accelerator each time: a sum of numbers is finite only if they are, and
             # all sums are read at once.
-            sums[index] = jacobian.detach().sum()
+            totals = jacobians.detach().sum((1, 2, 3, 4))
+            sums.update(zip(indices, totals.unbind(), strict=True))
             if rounds is not None:
-                jacobian = rounds.of_rows(jacobian)
-            visit(index, self.blocks[index].small_side_first(jacobian))
+                jacobians = rounds.of_rows(jacobians)
+            visit(indices, self.blocks[indices[0]].small_side_first(jacobians))
+
+        def multiply(alike: list[Rows]) -> None:
+            if len(alike) == 1:  # large rows are not copied
+                jacobians = alike[0].gradient()[None]
+            else:
+                # In the order of blocks, which a backward pass reverses.
+                alike.sort(key=lambda rows: rows.index)
+                a = torch.stack([rows.a for rows in alike])
+                g = torch.stack([rows.g for rows in alike])
+                jacobians = g.mT @ a[:, None]
+            complete([rows.index for rows in alike], jacobians.transpose(1, 2))
+            alike.clear()
 
         def take(rows: Rows) -> None:
-            jacobian = rows.gradient().transpose(0, 1)
-            if jacobian.shape[:2] == size:
-                complete(rows.index, jacobian)
+            index, n_seeds, n_examples = rows.index, *rows.g.shape[:2]
+            if (n_examples, n_seeds) != size:
+                if index not in apart:
+                    apart[index] = zeros(index)
+                part = rows.gradient().transpose(0, 1)
+                apart[index][rows.graph.examples, rows.seeds] = part
                 return
-            if rows.index not in incomplete:
-                incomplete[rows.index] = zeros(rows.index)
-            incomplete[rows.index][rows.graph.examples, rows.seeds] = jacobian
+            a, g = rows.a, rows.g
+            kind = self.blocks[index].small_output, a.shape, g.shape, a.dtype, a.device
+            alike = waiting.setdefault(kind, [])
+            alike.append(rows)
+            if len(alike) * (a.numel() + g.numel()) > _WAITING:
+                multiply(alike)
 
         def outputs(inputs: Any, _: Tensor | None) -> Tensor:
             return self.model(inputs)
@@ -345,12 +369,16 @@ class Recorder:
             at_once = max(1, self._rows_at_once // n_rows)
             size = torch.Size((positions.n_examples, len(vectors)))
             recording.backward(vectors, take, at_once=at_once)
-            with torch.autocast(logits.device.type, enabled=False):
+            # As within a backward pass.
+            without_autocast = torch.autocast(logits.device.type, enabled=False)
+            with torch.no_grad(), without_autocast:
+                for alike in waiting.values():
+                    if alike:
+                        multiply(alike)
                 for index in range(len(self.blocks)):
-                    if index in incomplete:
-                        complete(index, incomplete.pop(index))
-                    elif index not in sums:
-                        complete(index, zeros(index))
+                    if index not in sums:
+                        jacobian = apart.pop(index) if index in apart else zeros(index)
+                        complete([index], jacobian[None])
             totals = read(list(sums.values()))
             for index, total in zip(sums, totals, strict=True):
                 if not math.isfinite(total):
@@ -367,9 +395,10 @@ class Recorder:
         of_blocks: dict[int, Tensor] = {}
         device = self.model.device
 
-        def keep(index: int, jacobian: Tensor) -> None:
-            weights = self.blocks[index].small_side_first(jacobian)
-            of_blocks[index] = weights.flatten(-2).to(device)
+        def keep(indices: list[int], jacobians: Tensor) -> None:
+            weights = self.blocks[indices[0]].small_side_first(jacobians)
+            of_all = weights.flatten(-2).to(device)
+            of_blocks.update(zip(indices, of_all, strict=True))
 
         f = self.visit_jacobians(batch, keep, directions)
         in_order = [of_blocks[index] for index in range(len(self.blocks))]

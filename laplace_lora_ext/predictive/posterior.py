@@ -251,10 +251,11 @@ def drawn_functions(la: Posterior, weights: Tensor, pred_type: str, x: Any) -> T
     def of_part(part: Any, _: slice) -> _Drawn:
         products: list[Tensor] = []
 
-        def multiply(index: int, jacobian: Tensor) -> None:
-            block = la.blocks[index]
-            change = block.small_side_first(changes[index].unflatten(1, block.shape))
-            product = torch.einsum("bcrd,srd->bsc", jacobian, change.to(jacobian))
+        def multiply(indices: list[int], jacobians: Tensor) -> None:
+            block = la.blocks[indices[0]]
+            change = torch.stack([changes[index] for index in indices])
+            change = block.small_side_first(change.unflatten(2, block.shape))
+            product = torch.einsum("lbcrd,lsrd->bsc", jacobians, change.to(jacobians))
             products.append(product.to(weights.device))
 
         f_mu = la.recorder.visit_jacobians(part, multiply)

@@ -270,12 +270,13 @@ def _project(
     """Project Jacobians of a few examples on eigenvectors; multiply what remains."""
     by_block: dict[int, tuple[Tensor, Tensor]] = {}  # blocks come in any order
 
-    def project(index: int, jacobian: Tensor) -> None:
-        leading, remainder = la.H.blocks[index].project(jacobian)
-        if remainder is None:  # as the `Spectrum`, which has no eigenvalues for it
-            remainder = jacobian[:, :, :0]
-        by_row = remainder.transpose(1, 2)  # (B, r, C, d)
-        by_block[index] = leading.flatten(2), by_row @ by_row.mT
+    def project(indices: list[int], jacobians: Tensor) -> None:
+        for index, jacobian in zip(indices, jacobians, strict=True):
+            leading, remainder = la.H.blocks[index].project(jacobian)
+            if remainder is None:  # as the `Spectrum`, which has no eigenvalues for it
+                remainder = jacobian[:, :, :0]
+            by_row = remainder.transpose(1, 2)  # (B, r, C, d)
+            by_block[index] = leading.flatten(2), by_row @ by_row.mT
 
     f_mu = la.recorder.visit_jacobians(part, project, directions)
     # All blocks together: each copy from an accelerator waits for the work there.

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_lora_ext.curvature.decomposed import LowRankKronDecomposed
+from laplace_lora_ext.curvature.decomposed import LowRankKronDecomposed, SquareForm
 from laplace_lora_ext.curvature.kron import KroneckerBlock, StreamingUpdates
 from tests.support.dense import power
 from tests.support.posteriors import generator, normal
@@ -112,14 +112,15 @@ def test_decomposed_operations_equal_dense_ones(
             assert_tight(P.bmm(vectors, exponent), vectors @ expected)
 
 
-def test_a_square_form_takes_the_rest_of_a_group(monkeypatch):
+def test_a_square_form_takes_a_group_in_parts():
     A, _, B, _, C = random_blocks([(2, 5)] * 5, rank=2, n_rows=6)
-    P = decompose([A, B, C]) + 1.0
+    P = decompose([A, B, C]) + torch.tensor([1.0, 2.0, 3.0])
     W = normal(1, 1, 30)
-    expected = P.inv_square_form(W)
-    # As many as one block has: two are multiplied together, and then the third.
-    monkeypatch.setattr("laplace_lora_ext.curvature.decomposed._NUMBERS", 10)
-    assert_tight(P.inv_square_form(W), expected)
+    weights = W.unflatten(-1, (3, 2, 5)).movedim(2, 0)
+    form = SquareForm(P.inverse_root)
+    form.add([2, 0], weights[[2, 0]])
+    form.add([1], weights[[1]])
+    assert_tight(form.total(), P.inv_square_form(W))
 
 
 def test_gradient_in_the_prior_precision_is_that_of_finite_differences():

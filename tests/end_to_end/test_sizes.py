@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from laplace_lora_ext.curvature import accumulation, decomposed, kron
+from laplace_lora_ext.curvature import accumulation, kron
 from laplace_lora_ext.curvature.kron import KroneckerBlock, StreamingUpdates
-from laplace_lora_ext.passes import graph
+from laplace_lora_ext.passes import graph, recorder
 from tests.support.models import N_CLASSES, lora_model, ragged_batches
 from tests.support.new_tensors import NewTensors, tensors_in
 from tests.support.posteriors import count_forward_passes, fitted, make
@@ -164,8 +164,8 @@ def test_all_rows_of_a_batch_go_together_where_they_are_few(wide, monkeypatch):
 
 
 def test_a_prediction_takes_few_passes_and_makes_no_large_tensor(wide, monkeypatch):
-    # As of long texts, whose Jacobians don't wait for those of other blocks.
-    monkeypatch.setattr(decomposed, "_NUMBERS", 0)
+    # As of long texts, whose rows don't wait for those of other blocks.
+    monkeypatch.setattr(recorder, "_WAITING", 0)
     forwards = count_forward_passes(wide)
     with NewTensors() as made:
         wide(BATCH, link_approx="probit")
