@@ -47,6 +47,7 @@ from laplace_lora_ext.predictive.posterior import (
     Posterior,
     drawn_functions,
     drawn_weights,
+    in_turn,
 )
 from laplace_lora_ext.processes import together
 from laplace_lora_ext.tasks import task_of
@@ -631,8 +632,7 @@ class LoRALaplace(Posterior, Predictor):
             is_diagonal = diagonal_output and not joint
             return self._glm_predictive_distribution(of_all, joint, is_diagonal)
 
-        with self.model.running():
-            outputs = compute()
+        outputs = in_turn(self, pred_type, compute)
         if fitting or isinstance(outputs, tuple):
             return outputs
         return self.model.in_places(task.shown(outputs), x)

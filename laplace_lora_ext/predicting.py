@@ -13,7 +13,7 @@ from torch import Tensor
 
 from laplace_lora_ext.messages import check_name, warn
 from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
-from laplace_lora_ext.models.running import exclusive
+from laplace_lora_ext.models.running import alone, cpu_as_default, exclusive
 from laplace_lora_ext.models.weights import parameters_with
 from laplace_lora_ext.predictive.amortization import moments_for
 from laplace_lora_ext.predictive.data_sets import over_examples, padded
@@ -29,6 +29,7 @@ from laplace_lora_ext.predictive.posterior import (
     Hyperparameters,
     Posterior,
     drawn_weights,
+    in_turn,
 )
 from laplace_lora_ext.predictive.predictions import NumberPrediction, Prediction
 from laplace_lora_ext.predictive.scores import TextScores, draw_logits, score_texts
@@ -68,7 +69,6 @@ class Predictor:
             if value is not None:
                 setattr(self, name, value)
 
-    @exclusive
     def predict(
         self,
         x: Any,
@@ -138,15 +138,18 @@ class Predictor:
                 generator.set_state(state)  # the same draws for every batch
             return self._classes(batch, link_approx, n_samples, generator, pred_type)
 
-        columns = over_examples(
-            first.model,
-            x,
-            evaluate,
-            collate_fn,
-            batch_size,
-            progress_bar,
-            join=padded if first.task.has_tokens else join_batches,
-        )
+        # With learnt variances, other threads wait for no batch of this one's.
+        is_shared = pred_type == "amortized" and len(self.members) == 1
+        with cpu_as_default() if is_shared else alone():
+            columns = over_examples(
+                first.model,
+                x,
+                evaluate,
+                collate_fn,
+                batch_size,
+                progress_bar,
+                join=padded if first.task.has_tokens else join_batches,
+            )
         return NumberPrediction(*columns) if is_of_numbers else Prediction(*columns)
 
     def _classes(
@@ -191,9 +194,8 @@ class Predictor:
     ) -> Iterator[Moments]:
         """Compute each member's moments for a link; a batch may be given as moments."""
         for member in self.members:
-            with member.model.running():
-                moments = moments_for(member, batch, link_approx, pred_type)
-            yield moments
+            compute = partial(moments_for, member, batch, link_approx, pred_type)
+            yield in_turn(member, pred_type, compute)
 
     def predict_proba(
         self, x: Any, link_approx: str = DEFAULT_LINK, **options: Any

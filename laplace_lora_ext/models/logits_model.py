@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from inspect import Parameter, signature
-from typing import Any
+from threading import get_ident
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import extract_model_from_parallel
@@ -25,12 +26,23 @@ from laplace_lora_ext.models.batches import (
     text_first,
 )
 from laplace_lora_ext.models.choices import Choices, answers_of
-from laplace_lora_ext.models.running import Tree, alone, as_tensor, evaluating, put_back
+from laplace_lora_ext.models.running import (
+    TURNS,
+    State,
+    Tree,
+    alone,
+    as_tensor,
+    cpu_as_default,
+    evaluating,
+    put_back,
+)
 from laplace_lora_ext.models.weights import device_of
 
 _LABEL_KEYS = ("label", "labels")
 _HALF = (torch.float16, torch.bfloat16)
 _BY_KEYWORD = (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
+
+Result = TypeVar("Result")
 
 
 class LogitsModel(nn.Module):
@@ -81,7 +93,8 @@ class LogitsModel(nn.Module):
         super().__init__()
         self.training = False
         self._tree = Tree(model)
-        self._is_running = False
+        self._within: set[int] = set()  # threads that run the model
+        self._shared_state: State | None = None
         self.model = model
         self.adapter = adapter
         self.dict_key_y = dict_key_y
@@ -236,14 +249,19 @@ class LogitsModel(nn.Module):
     @property
     def device(self) -> torch.device:
         """Say where batches and logits are: on the first parameter's device."""
-        return device_of(self.model)
+        first = next(self.tree.weights())
+        return device_of(self.model) if first.is_meta else first.device
 
     @property
     def tree(self) -> Tree:
         """List the model's modules: as they are now, or were when the session began."""
-        if not self._is_running:
+        if not self._is_within():
             self._tree = self._tree.current()
         return self._tree
+
+    def _is_within(self) -> bool:
+        """Tell whether this thread has begun a session."""
+        return get_ident() in self._within
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -255,18 +273,49 @@ class LogitsModel(nn.Module):
         again, and every module has its own mode. A session within another one has
         nothing to do.
         """
+        if self._is_within():
+            yield
+            return
         # The turn comes first: all that follows changes the model, also for other
         # threads.
-        with alone():
-            if self._is_running:
+        with alone(), evaluating(self.tree, self.adapter), self._begun():
+            yield
+
+    def run_beside_others(self, compute: Callable[[], Result]) -> Result:
+        """Return what forward passes compute, while other threads run theirs.
+
+        Where a pass would find what another one has left, they take turns.
+        """
+        if self.tree.is_constant and not (self._is_within() or self.has_answers):
+            together = TURNS.together(self, self._watched)
+            with together, cpu_as_default(), self._begun():
+                result = compute()
+                state = self._shared_state
+                assert state is not None
+                if not state.changed():
+                    return result
+                self._tree.leaves_state = True
+        with self.running():
+            return compute()
+
+    @contextmanager
+    def _begun(self) -> Iterator[None]:
+        self._within.add(get_ident())
+        try:
+            yield
+        finally:
+            self._within.remove(get_ident())
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Let the model evaluate, and note its state, for passes of several threads."""
+        with evaluating(self._tree, self.adapter):
+            state = self._shared_state = State(self._tree.watched)
+            try:
                 yield
-                return
-            with evaluating(self.tree, self.adapter):
-                self._is_running = True
-                try:
-                    yield
-                finally:
-                    self._is_running = False
+            finally:
+                self._shared_state = None
+                state.put_back()
 
     @contextmanager
     def forward_passes(self) -> Iterator[None]:
@@ -329,7 +378,8 @@ class LogitsModel(nn.Module):
         user has left it, and leaves it so.
         """
         given = inputs if isinstance(inputs, Mapping) else {}
-        with put_back(self.tree):
+        # One that several threads run is put back when all have left.
+        with nullcontext() if self._shared_state else put_back(self.tree):
             if given and (self._takes_only_keywords or self._first_key in given):
                 return self.model(**{**self._defaults, **given})
             return self.model(inputs)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -65,10 +66,11 @@ def logits_and_hidden_states(
             and weight.ndim == 2
         ]
     calls: deque[_LayerCall] = deque(maxlen=_LAST)
+    own = get_ident()
 
     def note(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         # Routers of experts have a matrix for a weight too, and return tuples.
-        if isinstance(output, Tensor):
+        if get_ident() == own and isinstance(output, Tensor):
             given = [value for value in args if isinstance(value, Tensor)]
             calls.extend(_LayerCall(layer, hidden, output) for hidden in given[:1])
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, compress, repeat
-from threading import RLock
+from operator import attrgetter, is_not
+from threading import Condition, get_ident
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -30,14 +31,68 @@ _LARGEST = 2**16
 
 # --- turns ----------------------------------------------------------------------------
 
+
+class Turns:
+    """Lets one thread at a time change models, or several run one that nobody changes.
+
+    A thread that has its turn may take it again.
+    """
+
+    def __init__(self) -> None:
+        self._left = Condition()  # whoever is alone holds its lock
+        self._within: set[int] = set()  # threads that run one model together
+        self._shared: object | None = None  # that model
+        self._undoing = ExitStack()
+        self._n_waiting = 0  # for a turn of their own: nobody joins others before them
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait until no other thread is within, and keep them out."""
+        with self._left:
+            if get_ident() not in self._within:
+                self._n_waiting += 1
+                self._left.wait_for(lambda: not self._within)
+                self._n_waiting -= 1
+            yield
+
+    @contextmanager
+    def together(
+        self, model: object, prepare: Callable[[], AbstractContextManager[None]]
+    ) -> Iterator[None]:
+        """Run a model beside other threads that run it; the first prepares it for all.
+
+        What that changed is undone when the last one leaves.
+        """
+
+        def may_enter() -> bool:
+            is_same = self._shared is model and not self._n_waiting
+            return is_same or not self._within
+
+        with self._left:
+            self._left.wait_for(may_enter)
+            if not self._within:
+                self._undoing.enter_context(prepare())
+                self._shared = model
+            self._within.add(get_ident())
+        try:
+            yield
+        finally:
+            with self._left:
+                self._within.remove(get_ident())
+                self._left.notify_all()
+                if not self._within:
+                    self._shared = None
+                    self._undoing.close()
+
+
 # One for all models, since a model may hold another one.
-_TURN = RLock()
+TURNS = Turns()
 
 
 @contextmanager
 def alone() -> Iterator[None]:
     """Make other threads wait, and tensors without a device on the CPU."""
-    with _TURN, cpu_as_default():
+    with TURNS.alone(), cpu_as_default():
         yield
 
 
@@ -89,9 +144,12 @@ class Tree:
         has shown which it is
     watched : list of nn.Module
         those whose state a pass may change: all, before the first one
+    leaves_state : bool
+        whether any pass has changed what a later one would read
     """
 
     read_by: list[nn.Module] | None = None
+    leaves_state: bool = False
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -142,6 +200,20 @@ class Tree:
         """Tell whether any module is, by a wrapper or by its own `compile()`."""
         compiled = map(dict.get, self._attributes, repeat("_compiled_call_impl"))
         return self.is_wrapped or any(compiled)
+
+    @property
+    def is_constant(self) -> bool:
+        """Tell whether passes change nothing, so that several may run at once."""
+        is_known = self.watched is not self.modules
+        if not is_known or self.leaves_state or self.is_resharded:
+            return False
+        moves = any(map(attrgetter("is_meta"), self.weights()))
+        return not (moves or self.is_compiled)
+
+    def weights(self) -> Iterator[Tensor]:
+        """Yield each parameter that is there now."""
+        places = chain.from_iterable(map(dict.values, self.parameters))
+        return filter(partial(is_not, None), places)
 
 
 # --- evaluation -----------------------------------------------------------------------
@@ -206,23 +278,59 @@ def put_back(tree: Tree) -> Iterator[None]:
     RoPE of `rope_type="dynamic"` keeps the frequencies of a longer text, and some
     models count or average what they have seen. A model's state are the buffers of its
     modules, and attributes that are numbers, tensors or None, where a module has a
-    buffer or a tensor after the first pass.
+    buffer, has a tensor, or was changed by the first pass.
     """
     modules = tree.watched
-    before = [(m, dict(vars(m)), dict(m._buffers)) for m in modules]
-    # The pass is lent copies of the buffers.
-    for module, _, buffers in before:
-        for name, buffer in buffers.items():
-            if buffer is not None and buffer.numel() <= _LARGEST:
-                module._buffers[name] = buffer.clone()
+    state = State(modules)
     try:
         yield
-        if modules is tree.modules:  # all: most have nothing that a pass could change
-            tree.watched = list(filter(_has_tensors, modules))
     finally:
-        for module, attributes, buffers in before:
-            module._buffers.update(buffers)
+        changed = state.put_back()
+        tree.leaves_state |= bool(changed)
+    if modules is tree.modules:
+        tree.watched = [m for m in modules if _has_tensors(m) or m in changed]
+
+
+class State:
+    """What modules have before passes, which are lent copies of their buffers."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._before = [(m, dict(vars(m)), dict(m._buffers)) for m in modules]
+        for module, _, buffers in self._before:
+            for name, buffer in buffers.items():
+                if buffer is not None and buffer.numel() <= _LARGEST:
+                    module._buffers[name] = buffer.clone()
+        self._lent = self._buffers_now()
+
+    def _buffers_now(self) -> list[list[tuple[int, int]]]:
+        """Identify each module's buffers, with their versions."""
+        return [
+            [(id(buffer), _version(buffer)) for buffer in module._buffers.values()]
+            for module, _, _ in self._before
+        ]
+
+    def changed(self) -> list[nn.Module]:
+        """List the modules that have other attributes now, or other buffers."""
+        lent = zip(self._before, self._lent, self._buffers_now(), strict=True)
+        return [
+            module
+            for (module, attributes, _), before, now in lent
+            if before != now or _differing(module, attributes)
+        ]
+
+    def put_back(self) -> list[nn.Module]:
+        """Give the modules their attributes and buffers again; list what had others."""
+        changed = self.changed()
+        for module, attributes, buffers in self._before:
             vars(module).update(_differing(module, attributes))
+            module._buffers.update(buffers)
+        return changed
+
+
+def _version(buffer: Tensor | None) -> int:
+    """Count how often a buffer was changed in place."""
+    # Those of inference mode don't tell.
+    return 0 if buffer is None or buffer.is_inference() else buffer._version
 
 
 def _differing(module: nn.Module, attributes: dict[str, Any]) -> dict[str, Any]:

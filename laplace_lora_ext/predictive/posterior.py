@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from laplace.baselaplace import ParametricLaplace
@@ -18,6 +18,8 @@ from laplace_lora_ext.predictive.learnt_variance import LearntVariance
 from laplace_lora_ext.predictive.links import OF_DIFFERENCES
 from laplace_lora_ext.predictive.moments import Contrasts, Moments, padded_to
 from laplace_lora_ext.tasks.task import Task
+
+Result = TypeVar("Result")
 
 WITHOUT_VARIANCE = 1e12
 """A prior precision under which weights don't vary, of numbers relative to the unit."""
@@ -264,3 +266,14 @@ def drawn_functions(la: Posterior, weights: Tensor, pred_type: str, x: Any) -> T
     parts = la.recorder.predict(x, la.n_outputs, of_part)
     of_draws = torch.cat([part.of_draws for part in parts])
     return la.logit_scale * of_draws.transpose(0, 1)
+
+
+def in_turn(la: Posterior, pred_type: str, compute: Callable[[], Result]) -> Result:
+    """Return what a function predicts, while no thread changes the posterior.
+
+    With learnt variances, threads that predict do so at the same time.
+    """
+    if pred_type == "amortized":
+        return la.model.run_beside_others(compute)
+    with la.model.running():
+        return compute()

@@ -1,5 +1,6 @@
 """The layer that makes the logits, found by what it returns."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -106,6 +107,22 @@ def test_what_is_no_tensor_of_rows_is_passed_over(routed):
     logits, hidden = logits_and_hidden_states(LogitsModel(plain), X)
     assert torch.equal(hidden, plain.first(X).tanh())
     assert torch.equal(logits, plain.second(hidden))
+
+
+def test_calls_of_other_threads_are_passed_over():
+    plain = TwoLinear()
+    X = torch.randn(4, 5)
+    expected = plain.first(X).tanh()
+    others = ThreadPoolExecutor(1)
+
+    def call_by_another(layer: nn.Module, *_: Any) -> None:
+        handle.remove()
+        # More calls than are kept.
+        list(others.map(layer, [torch.zeros(4, 6)] * 20))
+
+    handle = plain.register_forward_hook(lambda *_: call_by_another(plain.second))
+    _, hidden = logits_and_hidden_states(LogitsModel(plain), X)
+    assert torch.equal(hidden, expected)
 
 
 class Pooling(nn.Linear):

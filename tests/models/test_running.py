@@ -1,8 +1,12 @@
-"""Threads share a model in turns, and no pass leaves anything."""
+"""Threads share a model in turns, or run it together; no pass leaves anything."""
 
 import copy
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
+from threading import Barrier, BrokenBarrierError, Event, get_ident
+from time import sleep
 from typing import Any
 
 import pytest
@@ -13,8 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.running import Turns
 from tests.support.dense import full_rank
 from tests.support.models import (
+    N_CLASSES,
     first_batch,
     lora_model,
     pairs,
@@ -47,6 +53,73 @@ def test_fits_statistics_and_predictions_of_one_model_exclude_each_other():
         for future in [pool.submit(use) for use in uses * 2]:
             # Raises what its thread has raised.
             future.result()
+
+
+def meet(
+    model: nn.Module, uses: list[Callable[[], Any]], timeout: float = 20
+) -> list[Any]:
+    """Use a model by two threads, each of which waits for the other one within it.
+
+    An error is returned as a result.
+    """
+    barrier = Barrier(2, timeout=timeout)
+    met = set()
+
+    def wait(*_: Any) -> None:
+        if get_ident() not in met:
+            met.add(get_ident())
+            barrier.wait()
+
+    handle = model.register_forward_pre_hook(wait)
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(use) for use in uses]
+    handle.remove()
+    return [future.exception() or future.result() for future in futures]
+
+
+def test_two_threads_are_within_the_model_at_once_where_variances_are_learnt():
+    batches = ragged_batches()[:2]
+    la = fitted(batches=batches)
+    la.amortize(batches)
+    expected = [la(batch, pred_type="amortized") for batch in batches]
+    model = la.model.model.train()
+    before = [dict(vars(module)) for module in model.modules()]
+    uses = [partial(la, batch, pred_type="amortized") for batch in batches]
+    found = meet(la.model.transformer, uses)
+    for each, right in zip(found, expected, strict=True):
+        assert torch.equal(each, right)
+    uses = [partial(la.predict_proba, x, pred_type="amortized") for x in batches]
+    for each in meet(la.model.transformer, uses):
+        assert each.shape == (3, N_CLASSES)
+    assert [dict(vars(m)) for m in model.modules()] == before
+    # No other thread is within a model that is changed.
+    for other in uses[0], partial(la, batches[1]):
+        found = meet(la.model.transformer, [partial(la, batches[0]), other], 0.2)
+        assert any(isinstance(each, BrokenBarrierError) for each in found)
+
+
+def test_who_waits_for_a_turn_alone_is_not_passed_over():
+    turns = Turns()
+    together = partial(turns.together, "a model", nullcontext)
+    is_within, may_leave = Event(), Event()
+    entered = []
+
+    def enter(turn: Any, name: str) -> None:
+        with turn():
+            entered.append(name)
+            is_within.set()
+            assert may_leave.wait(20)
+
+    with ThreadPoolExecutor(3) as pool:
+        pool.submit(enter, together, "first")
+        assert is_within.wait(20)
+        pool.submit(enter, turns.alone, "alone")
+        while not turns._n_waiting:
+            sleep(0.001)
+        pool.submit(enter, together, "late")
+        sleep(0.1)
+        assert entered == ["first"]
+        may_leave.set()
 
 
 # --- state ----------------------------------------------------------------------------
@@ -108,7 +181,7 @@ def test_no_pass_finds_what_another_one_has_left(way, structure):
     )
     before = state_of(la.model.model)
     la.fit([small, large])
-    assert [*map(type, la.model.tree.watched)] == [Growing]
+    assert not la.model.tree.is_constant
     reversed_la.fit([large, small])
     assert_close(la.loss, reversed_la.loss)
     first, second = small[0], large[0]
@@ -122,6 +195,37 @@ def test_no_pass_finds_what_another_one_has_left(way, structure):
         predict(second)
         assert torch.equal(predict(first, generator=generator()), of_first)
     assert state_of(la.model.model) == before
+
+
+def test_threads_take_turns_once_one_has_left_something_for_others():
+    la = make(growing("a buffer in place"))
+    # Nothing is known of a model before a pass.
+    assert not la.model.tree.is_constant
+    la.fit(pairs(2))
+    la.amortize(pairs(2))
+    assert la.model.tree.is_constant
+    model = la.model.model
+    before = state_of(model)
+    (small, _), (large, _) = two_batches()
+    is_within, has_grown = Event(), Event()
+
+    # The small one reads what the large one has left before either is out.
+    def wait(_: nn.Module, args: tuple[Tensor]) -> None:
+        if torch.equal(args[0], small):
+            is_within.set()
+            assert has_grown.wait(20)
+
+    model.layer.register_forward_pre_hook(wait)
+    model.register_forward_hook(lambda *_: has_grown.set())
+    predict = partial(la, pred_type="amortized")
+    with ThreadPoolExecutor(2) as pool:
+        of_small = pool.submit(predict, small)
+        assert is_within.wait(20)
+        of_large = pool.submit(predict, large)
+    assert not la.model.tree.is_constant
+    assert state_of(model) == before
+    assert torch.equal(of_small.result(), predict(small))
+    assert torch.equal(of_large.result(), predict(large))
 
 
 def test_an_error_leaves_no_state_behind():
