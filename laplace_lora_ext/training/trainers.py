@@ -115,8 +115,7 @@ class Examples:
             _, targets = la.model.split(batch)
             return (targets.cpu(),)
 
-        with same_random_states():
-            (targets,) = over_loader(self.batches(everything), targets_of)
+        (targets,) = over_loader(self.batches(everything), targets_of)
         # What is held out is whole examples of the data set, and these may be whole
         # batches.
         if len(targets) != len(everything):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -216,10 +215,6 @@ WITHOUT_TEXT = {
 }
 
 
-def rewards() -> Any:
-    return make(lora_model("bert", n_labels=1), likelihood="reward_modeling")
-
-
 # What is tried with a posterior and its batches.
 REFUSED = [
     (lambda la, _: la.amortize([]), "no data"),
@@ -235,7 +230,6 @@ REFUSED = [
     (lambda la, batches: la.predict(batches[0], pred_type="nn"), "pred_type"),
     (lambda *_: make(plain_model()).amortize([inputs(4, seed=1)]), "fit"),
     (lambda _, batches: fitted_text().amortize(batches), "not language_modeling"),
-    (lambda _, batches: rewards().amortize(batches), "not reward_modeling"),
 ]
 
 

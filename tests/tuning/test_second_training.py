@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Subset, SubsetRandomSampler
 
@@ -13,7 +13,7 @@ from laplace_lora_ext import GridSearch, SecondTraining
 from laplace_lora_ext.training.trainers import Examples
 from tests.support.models import ragged_batches
 from tests.support.posteriors import another_training, fitted, generator
-from tests.support.ranks import Texts, on_ranks, strided_loader
+from tests.support.ranks import Texts
 from tests.support.trainers import values
 
 # Odd, so that batches of two leave one over.
@@ -63,27 +63,6 @@ def test_it_takes_over_what_the_held_out_examples_choose():
     (posterior,) = history.posteriors
     assert torch.equal(posterior.prior_precision, la.prior_precision)
     assert_close(values(la.model), before, rtol=0, atol=0)
-
-
-# --- several processes ----------------------------------------------------------------
-
-
-def test_two_processes_choose_as_one():
-    def chosen(rank: int) -> tuple[Tensor, list[int]]:
-        batches = strided_loader(N)
-        # At this rank nothing is left out, so that no order matters.
-        la = fitted(batches=batches, rank=24)
-        train = Training()
-        history = la.optimize_prior_precision(
-            method="second_training", train=train, train_loader=batches
-        )
-        places = list(train.seen.indices)
-        return history.objective, places
-
-    expected, taken = chosen(0)
-    for objective, places in on_ranks(chosen, 2):
-        assert_close(objective, expected)
-        assert places == taken
 
 
 # --- what can't work ------------------------------------------------------------------
