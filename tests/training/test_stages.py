@@ -103,7 +103,7 @@ def test_members_choose_how_kinds_differ_by_the_prior_alone():
     for block in la.blocks[-2:]:
         block.weight.data *= 8
     la.fit(pairs(3))
-    validation = pairs(2, n=5)
+    validation = pairs(10, n=5)
     alone, scaled = copy(la), copy(la)
     GridSearch(val_loader=validation, optimize_scale=False)(alone)
     GridSearch(val_loader=validation)(scaled)
