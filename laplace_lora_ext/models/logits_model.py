@@ -333,9 +333,9 @@ class LogitsModel(nn.Module):
         with self.running():
             # By their places: hooks that offload weights may replace them within.
             changed: list[tuple[dict[str, Any], str]] = [
-                (module._parameters, name)
-                for module in self.tree.modules
-                for name, weight in module._parameters.items()
+                (holder, name)
+                for holder in self.tree.parameters
+                for name, weight in holder.items()
                 if weight is not None and weight.requires_grad != (id(weight) in wanted)
             ]
             for holder, name in changed:

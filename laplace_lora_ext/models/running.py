@@ -126,13 +126,16 @@ def is_shared(model: nn.Module) -> bool:
 
 
 class Tree:
-    """All modules of a model, by what they are.
+    """All modules of a model, and where its parameters are.
 
     Attributes
     ----------
     model : nn.Module
     modules : list of nn.Module
         it and all within
+    parameters : list of dict
+        those of each module that has any, by name; PEFT and accelerate may replace
+        what is in them
     adapted : list of nn.Module
         PEFT's layers and wrappers, which have an active adapter
     four_bit : list of nn.Module
@@ -154,6 +157,7 @@ class Tree:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.watched = self.modules = list(model.modules())
+        self.parameters = [m._parameters for m in self.modules if m._parameters]
         self.adapted = [
             m
             for m in self.modules
