@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from typing import Any
@@ -48,11 +48,10 @@ def check_counts(**counts: Any) -> None:
             raise ValueError(f"{name} must be at least 1, and whole, not {number!r}.")
 
 
-def check_name(what: str, value: Any, known: Iterable[str]) -> None:
+def check_name(what: str, value: Any, known: Collection[str]) -> None:
     """Refuse what is none of some names."""
-    names = list(known)
-    if value not in names:
-        raise ValueError(f"{what} {value!r} is none of {names}.")
+    if value not in known:
+        raise ValueError(f"{what} {value!r} is none of {list(known)}.")
 
 
 def check_positive(name: str, value: Any) -> None:

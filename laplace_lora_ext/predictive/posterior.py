@@ -65,8 +65,6 @@ class Posterior(ParametricLaplace):
         `()`, of a regression
     task : Task
         what the model was trained to predict
-    loss : torch.Tensor
-        `()`, negative log-likelihood of the training data
     n_data : int
         number of training examples
     n_outputs : int
@@ -89,7 +87,6 @@ class Posterior(ParametricLaplace):
     prior_precision: Tensor
     sigma_noise: Tensor
     task: Task
-    loss: Tensor
     n_data: int
     n_outputs: int
     n_contrasts: int | None
@@ -99,7 +96,6 @@ class Posterior(ParametricLaplace):
     # Whether weights vary: not where a search has chosen a temperature alone.
     _has_variance: bool
 
-    fit: Callable[..., None]
     predictive_statistics: Callable[..., Any]  # which "lowrank_kron" alone has
     for_model: Callable[[nn.Module], Any]  # of the same class
 

@@ -39,7 +39,6 @@ _CHUNK = 2**22  # numbers that are sampled at once
 _FARTHEST = math.log(1e8)
 _STRIDE = math.log(10.0)  # until the change that is allowed is passed
 _ACCURACY = 1e-2  # one per cent of the prior precision
-_HELD = 1e30  # a prior precision that holds weights at their MAP values
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -111,7 +110,8 @@ class Agreement(TuningMethod):
             balanced = start.expand(len(kinds))
             for kind in range(number_of(kinds)):
                 is_drawn = (kinds == kind).to(start.device)
-                alone = torch.where(is_drawn, start, _HELD)
+                # All others stay at their MAP values.
+                alone = torch.where(is_drawn, start, torch.inf)
                 found = self._broadest(alone, change).chosen.prior_precision
                 balanced = torch.where(is_drawn, found.to(start), balanced)
             start = balanced
