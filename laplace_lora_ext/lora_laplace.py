@@ -485,7 +485,10 @@ class LoRALaplace(Posterior, Predictor):
     def scatter(self) -> Tensor:
         """Square the distance from the prior mean under the prior, in float64."""
         squares = (self.mean - self.prior_mean).double().square()
-        return (squares * self.prior_precision_diag.double()).sum()
+        if len(self.prior_precision) < self.n_params:
+            of_blocks = squares.split(self._sizes)
+            squares = torch.stack([part.sum() for part in of_blocks])
+        return (squares * self.prior_precision.double()).sum()
 
     def optimize_prior_precision(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

@@ -249,8 +249,7 @@ class LogitsModel(nn.Module):
     @property
     def device(self) -> torch.device:
         """Say where batches and logits are: on the first parameter's device."""
-        first = next(self.tree.weights())
-        return device_of(self.model) if first.is_meta else first.device
+        return device_of(self.model)
 
     @property
     def tree(self) -> Tree:

@@ -147,7 +147,7 @@ class ModelState:
 def check_runs(model: LogitsModel, blocks: Sequence[Block]) -> None:
     """Refuse LoRA layers that are merged, disabled or gone (`RuntimeError`)."""
     # By identity: PEFT may have put another weight under the same name.
-    present = set(map(id, model.tree.weights()))
+    present = set(map(id, model.parameters()))
     idle = find_idle(adapter_layers(model.model))
     if idle is not None:
         raise RuntimeError(idle)

@@ -122,6 +122,17 @@ def test_who_waits_for_a_turn_alone_is_not_passed_over():
         may_leave.set()
 
 
+def test_a_session_within_another_one_has_nothing_to_do():
+    model = LogitsModel(lora_model("bert"))
+    with model.running():
+        tree = model.tree
+        model.model.more = nn.Linear(1, 1)
+        with model.running():
+            pass
+        assert model.tree is tree
+    assert model.tree is not tree
+
+
 # --- state ----------------------------------------------------------------------------
 
 
