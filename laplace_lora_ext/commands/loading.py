@@ -53,15 +53,14 @@ class Loaded:
             self._check_lengths(texts, source)
         return rows, texts
 
-    def _check_lengths(self, texts: Sequence[str], source: str) -> None:
+    def _check_lengths(self, texts: list[str], source: str) -> None:
         """Refuse texts for which the model may have no positions."""
         of_model = getattr(self.model.config, "max_position_embeddings", math.inf)
         longest = min(of_model, self.tokenizer.model_max_length)
-        for number, text in enumerate(texts, start=1):
-            n_tokens = len(self.encoded(text)["input_ids"])
-            if n_tokens > longest:
+        for number, ids in enumerate(self.encoded(texts)["input_ids"], start=1):
+            if len(ids) > longest:
                 raise ValueError(
-                    f"Row {number} of {source} has {n_tokens} tokens, and the model "
+                    f"Row {number} of {source} has {len(ids)} tokens, and the model "
                     f"takes {longest}: pass --max_length {longest} to cut such texts."
                 )
 
