@@ -291,9 +291,8 @@ class LogitsModel(nn.Module):
                 result = compute()
                 state = self._shared_state
                 assert state is not None
-                if not state.changed():
+                if not state.has_changed():
                     return result
-                self._tree.leaves_state = True
         with self.running():
             return compute()
 
@@ -308,13 +307,12 @@ class LogitsModel(nn.Module):
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """Let the model evaluate, and note its state, for passes of several threads."""
-        with evaluating(self._tree, self.adapter):
-            state = self._shared_state = State(self._tree.watched)
+        tree = self._tree
+        with evaluating(tree, self.adapter), put_back(tree) as self._shared_state:
             try:
                 yield
             finally:
                 self._shared_state = None
-                state.put_back()
 
     @contextmanager
     def forward_passes(self) -> Iterator[None]:

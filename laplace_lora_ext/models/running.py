@@ -276,23 +276,23 @@ def keep_derivatives(tree: Tree) -> None:
 
 
 @contextmanager
-def put_back(tree: Tree) -> Iterator[None]:
+def put_back(tree: Tree) -> Iterator[State]:
     """Leave a model as it is before a pass, also after an error.
 
     RoPE of `rope_type="dynamic"` keeps the frequencies of a longer text, and some
     models count or average what they have seen. A model's state are the buffers of its
     modules, and attributes that are numbers, tensors or None, where a module has a
-    buffer, has a tensor, or was changed by the first pass.
+    buffer or a tensor after the first pass.
     """
     modules = tree.watched
     state = State(modules)
     try:
-        yield
+        yield state
+        if modules is tree.modules:  # all: most have nothing that a pass could change
+            tree.watched = list(filter(_has_tensors, modules))
     finally:
-        changed = state.put_back()
-        tree.leaves_state |= bool(changed)
-    if modules is tree.modules:
-        tree.watched = [m for m in modules if _has_tensors(m) or m in changed]
+        tree.leaves_state |= state.has_changed()
+        state.put_back()
 
 
 class State:
@@ -306,29 +306,25 @@ class State:
                     module._buffers[name] = buffer.clone()
         self._lent = self._buffers_now()
 
-    def _buffers_now(self) -> list[list[tuple[int, int]]]:
-        """Identify each module's buffers, with their versions."""
+    def _buffers_now(self) -> list[tuple[int, int]]:
+        """Identify all buffers, with their versions."""
         return [
-            [(id(buffer), _version(buffer)) for buffer in module._buffers.values()]
+            (id(buffer), _version(buffer))
             for module, _, _ in self._before
+            for buffer in module._buffers.values()
         ]
 
-    def changed(self) -> list[nn.Module]:
-        """List the modules that have other attributes now, or other buffers."""
-        lent = zip(self._before, self._lent, self._buffers_now(), strict=True)
-        return [
-            module
-            for (module, attributes, _), before, now in lent
-            if before != now or _differing(module, attributes)
-        ]
+    def has_changed(self) -> bool:
+        """Tell whether any module has other attributes now, or other buffers."""
+        return self._lent != self._buffers_now() or any(
+            _differing(module, attributes) for module, attributes, _ in self._before
+        )
 
-    def put_back(self) -> list[nn.Module]:
-        """Give the modules their attributes and buffers again; list what had others."""
-        changed = self.changed()
+    def put_back(self) -> None:
+        """Give the modules their attributes and buffers again."""
         for module, attributes, buffers in self._before:
             vars(module).update(_differing(module, attributes))
             module._buffers.update(buffers)
-        return changed
 
 
 def _version(buffer: Tensor | None) -> int:
