@@ -91,10 +91,6 @@ class TokenClassification(Classification):
     # Curvlinops knows one label a text.
     structures = ("lowrank_kron", "diag", "full")
 
-    def draws_save(self, logits: Tensor, n_passes: int) -> bool:
-        """Say yes: each token of a text would have passes of its own."""
-        return True
-
     def label_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
         """Compute slopes of the loss at drawn labels, given the text itself.
 

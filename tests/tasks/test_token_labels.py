@@ -65,6 +65,7 @@ def test_signs_are_drawn_by_default_and_take_two_passes():
     backend = fitted(**full_rank()).backend
     seeds = backend.seeds(torch.zeros(5, N_CLASSES))
     assert seeds.vectors.shape == (2, 5, N_CLASSES)
+    assert seeds.weights.shape == (2, 1)
 
 
 def test_a_prediction_has_numbers_of_every_token_but_padding_at_one_width():
