@@ -68,7 +68,8 @@ def verdict(results: Outcomes, logit_scale: float) -> str:
     gain = differences.gather(1, results.labels[:, None])
     mean = gain.mean().item()
     error = (gain.var(correction=0) / (len(gain) - 1)).sqrt().item()
-    if abs(mean) <= 2 * error:
+    # The error of a single text is not a number.
+    if not abs(mean) > 2 * error:
         return first + "A temperature does as well on these texts."
     better, worse = (POSTERIOR, TEMPERATURE) if mean > 0 else (TEMPERATURE, POSTERIOR)
     return first + (

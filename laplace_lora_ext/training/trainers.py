@@ -77,6 +77,11 @@ class Examples:
     @classmethod
     def of_trainer(cls, trainer: Any) -> Examples:
         """Take a trainer's; refuse one that can't train again (`ValueError`)."""
+        if trainer.model_init is not None:
+            raise ValueError(
+                "model_init makes a new model in each training: give the trainer a "
+                "model."
+            )
         if trainer.optimizer is not None and not trainer.state.global_step:
             raise ValueError(
                 "The trainer was given an optimizer, but each training needs one of "
@@ -115,7 +120,8 @@ class Examples:
             _, targets = la.model.split(batch)
             return (targets.cpu(),)
 
-        (targets,) = over_loader(self.batches(everything), targets_of)
+        with same_random_states():
+            (targets,) = over_loader(self.batches(everything), targets_of)
         # What is held out is whole examples of the data set, and these may be whole
         # batches.
         if len(targets) != len(everything):

@@ -322,6 +322,7 @@ WITHOUT_TEXT = [text | {"attention_mask": torch.zeros(7)} for text in TEXTS]
 # Attributes that a trainer has, arguments of the call, and what the error says.
 REFUSED = [
     ({"train_dataset": Endless()}, {}, "has a length"),
+    ({"model_init": dict}, {}, "model_init"),
     ({"optimizer": object()}, {}, "optimizer"),
     ({"get_train_dataloader": lambda: DataLoader(Texts(N))}, {}, "self.train_data"),
     ({"train_dataset": labelled(torch.arange(3))}, {"held_out": 0.4}, "No class"),
