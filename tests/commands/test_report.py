@@ -58,6 +58,13 @@ def test_a_verdict_says_by_how_much(posterior, spread, options, expected):
     assert expected in found
 
 
+def test_one_text_proves_no_difference():
+    p = torch.tensor([[0.9, 0.1]])
+    prediction = Prediction.of_draws(p, torch.stack([p, p.flip(1)]))
+    one = Outcomes(p, prediction, torch.tensor([0]), temperature=2.0)
+    assert "A temperature does as well" in verdict(one, 1.0)
+
+
 def test_the_best_of_each_measure_is_marked():
     trained, temperature, posterior = figures_of(
         outcomes_of(SEEING, 0.1, temperature=2.0)
