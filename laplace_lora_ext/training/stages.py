@@ -357,10 +357,9 @@ def _train_or_read(
     """
     model = find_peft_model(trainer.model)
     adapter = str(model.active_adapter)
-    arguments = {name: getattr(trainer.args, name) for name in _DECISIVE}
-    deciding = arguments | {"held-out examples": identity}
     # As text: types are lost in a file.
-    deciding = {name: str(value) for name, value in deciding.items()}
+    deciding = {name: str(getattr(trainer.args, name)) for name in _DECISIVE}
+    deciding["held-out examples"] = identity
     # Only the first looks: others may see other files, where each machine has a disk of
     # its own, or the first one's while it writes.
     mark, checkpoint = of_first(_begun(folder) if rank() == 0 else (None, None))
