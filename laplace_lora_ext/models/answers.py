@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from laplace_lora_ext.models.batches import logits_of, refuse_empty
+from laplace_lora_ext.models.batches import logits_of, refuse_empty, tokens_of
 
 DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds")
 
@@ -126,7 +126,7 @@ class AnswerTokens(Answers):
             inputs = decoder_start(self._transformer, inputs)
             text_with_answer = decoder_text(inputs)
         index = self._position(inputs, text_with_answer)[:, None]
-        n_positions = text_of(text_with_answer).shape[1]
+        n_positions = tokens_of(text_with_answer).shape[1]
         call_here = partial(call, inputs)
         read = logits_at(self._transformer, index, n_positions, call_here)[:, 0]
         return read[:, self._first_tokens], read
@@ -267,7 +267,7 @@ def last_real_position(inputs: Any) -> Tensor:
 
     A text without any is refused.
     """
-    text = text_of(inputs)
+    text = tokens_of(inputs)
     mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
     if mask is None:
         last = text.shape[1] - 1
@@ -281,13 +281,3 @@ def last_real_position(inputs: Any) -> Tensor:
     mask = mask.bool()
     positions = torch.arange(mask.shape[1], device=mask.device)
     return (mask * positions).argmax(-1)
-
-
-def text_of(inputs: Any) -> Tensor:
-    """Return a tensor with a row for each text, and a column for each position."""
-    if not isinstance(inputs, Mapping):
-        return inputs
-    candidates = (
-        inputs.get(key) for key in ("input_ids", "inputs_embeds", "attention_mask")
-    )
-    return next(value for value in candidates if value is not None)

@@ -218,7 +218,7 @@ def positions_of(inputs: Any, n_examples: int, device: torch.device) -> Position
     elif isinstance(inputs, Mapping):
         by_key = inputs
     mask = by_key.get("attention_mask")
-    rows = _rows(by_key)
+    rows = tokens_of(by_key)
     if mask is not None:
         mask = mask.to(device).bool()
     n_rows = 0 if rows is None else prod(rows.shape[:-1])
@@ -231,8 +231,13 @@ def positions_of(inputs: Any, n_examples: int, device: torch.device) -> Position
     return Positions(n_examples, n_rows, rows.numel(), mask, is_text)
 
 
-def _rows(inputs: Mapping[str, Any]) -> Tensor | None:
-    """Return a tensor with one number a token, in the rows of a model's input."""
+def tokens_of(inputs: Any) -> Any:
+    """Return a tensor with one number a token, in the rows of a model's input, or None.
+
+    Of what is no mapping, all of it.
+    """
+    if not isinstance(inputs, Mapping):
+        return inputs
     if inputs.get("input_ids") is not None:
         return inputs["input_ids"]
     if inputs.get("inputs_embeds") is not None:
