@@ -80,8 +80,7 @@ def outcomes(name: str, structure: str, batch_size: int) -> dict[str, Any]:
         ("numbers", "full", 2),
         ("several labels", "diag", 2),
         ("answers", "kron", 2),
-        # By one text each, there is a batch without a label.
-        ("tokens", "lowrank_kron", 1),
+        ("tokens", "lowrank_kron", 2),
         ("rewards", "lowrank_kron", 2),
     ],
 )
