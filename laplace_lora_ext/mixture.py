@@ -111,8 +111,9 @@ class LaplaceMixture(Predictor):
             of a regression mean and covariance
         """
         outputs = [member(x, **options) for member in self.members]
-        if isinstance(outputs[0], Tensor):  # probabilities
-            return torch.stack(outputs).mean(0)
+        probabilities = [output for output in outputs if isinstance(output, Tensor)]
+        if probabilities:
+            return torch.stack(probabilities).mean(0)
         means, covariances = zip(*outputs, strict=True)
         return mix_moments(torch.stack(means), torch.stack(covariances))
 
