@@ -68,8 +68,8 @@ class Structure:
         """Return a batch's loss, and new sums with the batch.
 
         Labels that don't fit and numbers that are not finite are refused. What is drawn
-        depends on the examples `(N,)`, the numbers that those of the rows of logits
-        have in the whole data.
+        depends on `examples`, `(N,)`: the number in the whole data of the example that
+        each row of logits is of.
         """
         # By which our backend draws: curvlinops' has no use for it.
         self.backend.examples = examples

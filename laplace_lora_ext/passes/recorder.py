@@ -342,7 +342,8 @@ class Recorder:
             alike.clear()
 
         def take(rows: Rows) -> None:
-            index, n_seeds, n_examples = rows.index, *rows.g.shape[:2]
+            index = rows.index
+            n_seeds, n_examples, *_ = rows.g.shape
             if (n_examples, n_seeds) != size:
                 if index not in apart:
                     apart[index] = zeros(index)

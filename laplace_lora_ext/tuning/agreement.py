@@ -49,9 +49,8 @@ class Agreement(TuningMethod):
     variation distance from the model's, `½ Σ_c |p_c - p*_c|`, measures how much a draw
     changes predictions on the training data. The method takes the smallest prior
     precision at which it is `max_change`, or the last within a factor of 1e8 of the
-    start. Labels are not used, so memorised noise goes
-    unnoticed, and leaves the posterior too narrow. `benchmarks/README.md` has the
-    figures.
+    start. Labels are not used, so memorised noise goes unnoticed, and leaves the
+    posterior too narrow. `benchmarks/README.md` has the figures.
 
     Parameters
     ----------
