@@ -123,6 +123,12 @@ def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
             yield value.untyped_storage()
 
 
+def megabytes_of(content: Any) -> float:
+    """Return the MB of the tensors in nested dictionaries and lists."""
+    tensors = [leaf for leaf in tree_leaves(content) if isinstance(leaf, Tensor)]
+    return sum(tensor.nbytes for tensor in tensors) / BYTES_PER_MEGABYTE
+
+
 def megabytes_in_use(device: str) -> float:
     """Return the memory that this process holds on a device, after clearing up."""
     gc.collect()

@@ -146,11 +146,12 @@ class Tests:
         predict_seconds: float | None = None,
         fit_seconds: float | None = None,
         trainings: float | None = None,
+        megabytes: float | None = None,
     ) -> Row:
         """Measure probabilities of the test texts and each shifted set.
 
-        `predict_seconds` are those of all test texts, and `trainings` are steps,
-        relative to an ordinary training's.
+        `predict_seconds` are those of all test texts, `trainings` are steps, relative
+        to an ordinary training's, and `megabytes` what is kept beside the base model.
         """
         forward_passes = None
         if predict_seconds is not None and self.bare_seconds is not None:
@@ -172,6 +173,7 @@ class Tests:
             "forward_passes": forward_passes,
             "fit_seconds": fit_seconds,
             "trainings": trainings,
+            "megabytes": megabytes,
             **metrics.quality_with_aurc(test, labels),
             **metrics.queue(test, labels),
             "shifted": shifted,

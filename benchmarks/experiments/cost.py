@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from benchmarks import measuring
 from benchmarks.measuring import Message
@@ -158,7 +156,8 @@ def measure(contest: Contest) -> Iterator[Message]:
         "phase": "fit",
         **figures,
         "batches": contest.batches,
-        "posterior_megabytes": _megabytes_of(la),
+        # What it keeps of the training data.
+        "posterior_megabytes": measuring.megabytes_of(la.state_dict()["H"]),
     }
     yield Message("fit", fit)
     learns = contest.key in LEARNS
@@ -171,13 +170,6 @@ def measure(contest: Contest) -> Iterator[Message]:
             yield _prediction(
                 contest, la, "amortized", "amortized", size, megabytes_before
             )
-
-
-def _megabytes_of(la: Any) -> float:
-    """Return what a posterior keeps of the training data."""
-    parts = tree_leaves(la.state_dict()["H"])
-    kept = sum(part.nbytes for part in parts if isinstance(part, Tensor))
-    return kept / measuring.BYTES_PER_MEGABYTE
 
 
 def _prediction(

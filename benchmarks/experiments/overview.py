@@ -30,6 +30,7 @@ COLUMNS = [
     "regret",
     "trainings",
     "forward_passes",
+    "megabytes",
     "fit_seconds",
     "predict_seconds",
 ]

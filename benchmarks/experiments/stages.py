@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from peft import get_peft_model_state_dict
 from torch import Tensor
 
 from benchmarks.experiments.calibration import Tests, figures_of, measured, text_of
@@ -25,7 +26,7 @@ from benchmarks.fine_tuning import (
     prepare,
     untrained,
 )
-from benchmarks.measuring import processor_clock
+from benchmarks.measuring import megabytes_of, processor_clock
 from benchmarks.methods import CALIBRATED, METHODS, POSTERIORS
 from benchmarks.methods.members import Member, Posteriors, logits_of, predict_maps
 from benchmarks.methods.method import (
@@ -57,8 +58,8 @@ STAGES = FIRST_STAGE + SECOND_STAGE
 BOTH_TRAININGS = 1 + FIRST_STAGE  # an ordinary one, and a second one as long as a stage
 EXPLAINED = (
     "Trainings are steps relative to an ordinary training's; forward passes are the "
-    "seconds of a prediction relative to the bare model's; seconds of fits are "
-    "processor time on a CPU."
+    "seconds of a prediction relative to the bare model's; MB are those of adapters "
+    "and posteriors; seconds of fits are processor time on a CPU."
 )
 LOG_NO_VARIANCE = 12  # log10 of a prior precision
 FIGURES = (
@@ -71,6 +72,7 @@ FIGURES = (
     "chosen",
     "trainings",
     "forward_passes",
+    "megabytes",
     "fit_seconds",
     "predict_seconds",
 )
@@ -121,6 +123,8 @@ class Trial:
     # Of a prediction of all test texts, by a model itself and by a posterior around it.
     bare: float
     exact: float
+    # MB of the weights that are trained.
+    adapter: float
 
     def __init__(
         self,
@@ -150,10 +154,12 @@ class Trial:
         """Train as usual, and a second time with a fifth of the texts held out."""
         model = fine_tune(self.pretrained, self.records, self.seed)
         member = self._fitted(model.model, self.records, self.loaders)
-        self._time(model.model, member)
+        self._measure(model.model, member)
         other = self._second_training(model.model, member)
         of_map = self._with_distances(model, predict_maps([member], self.loaders))
-        yield self.tests.row(METHODS["map"], of_map, self.bare, trainings=1)
+        yield self.tests.row(
+            METHODS["map"], of_map, self.bare, trainings=1, megabytes=self.adapter
+        )
         yield from self._with_more_labels(model, member)
         temperature = self._temperature([other])
         # The second training alone: its held-out texts are the validation texts of its
@@ -195,8 +201,8 @@ class Trial:
             prior = Prior(f"further_{count}", f"{count} more labels")
             yield self._maps(TEMPERATURE_SCALING, [member], 1, prior, temperature)
 
-    def _time(self, model: Any, member: Member) -> None:
-        """Time predictions by a model, as large as all others, and its posterior."""
+    def _measure(self, model: Any, member: Member) -> None:
+        """Measure a model, which is as large as all others, and its posterior."""
         adapted = AdaptedModel(model, self.pretrained.class_token_ids)
 
         def predict(batch: Any) -> Any:
@@ -205,6 +211,12 @@ class Trial:
         self.bare = self.tests.seconds(lambda batch: adapted.logits([batch]))
         self.exact = self.tests.seconds(predict)
         self.tests.bare_seconds = self.bare
+        trained = get_peft_model_state_dict(find_peft_model(model))
+        self.adapter = megabytes_of(trained)
+
+    def _kept(self, la: LoRALaplace) -> float:
+        """Return the MB of an adapter and of the posterior around it."""
+        return self.adapter + megabytes_of(la.state_dict())
 
     def _second_training(self, model: Any, member: Member) -> Member:
         """Choose a posterior's prior by a second training; return that one's."""
@@ -258,7 +270,7 @@ class Trial:
             return members
 
         firsts = stage(self.rest, FIRST_STAGE, self.held_loaders)
-        self._time(model, firsts[0])
+        self._measure(model, firsts[0])
         # The second stage changes the weights that these posteriors are around.
         choices = {count: self._choices(firsts[:count]) for count in counts}
         without_scale = [self._prior_alone(firsts[0])]
@@ -324,7 +336,9 @@ class Trial:
             predicted[name] = torch.cat([predict(batch) for batch in loader])
         prediction = Prediction(predicted, prior, LINK, chosen=chosen)
         seconds = self.tests.seconds(predict)
-        return self.tests.row(method, prediction, seconds, fit_seconds, STAGES)
+        return self.tests.row(
+            method, prediction, seconds, fit_seconds, STAGES, self._kept(la)
+        )
 
     def _maps(
         self,
@@ -337,7 +351,10 @@ class Trial:
         """Measure members' models, without their posteriors."""
         prediction = predict_maps(members, self.loaders, prior, temperature)
         seconds = len(members) * self.bare
-        return self.tests.row(method, prediction, seconds, trainings=trainings)
+        megabytes = len(members) * self.adapter
+        return self.tests.row(
+            method, prediction, seconds, trainings=trainings, megabytes=megabytes
+        )
 
     def _posteriors(
         self,
@@ -353,7 +370,10 @@ class Trial:
         labels = self.tests.labels[TEST]
         prediction = posteriors.predict(self.loaders, prior, labels)
         seconds = len(members) * self.exact
-        return self.tests.row(method, prediction, seconds, fit_seconds, trainings)
+        megabytes = sum(self._kept(member.la) for member in members)
+        return self.tests.row(
+            method, prediction, seconds, fit_seconds, trainings, megabytes
+        )
 
     def _staged(
         self, firsts: list[Member], members: list[Member], chosen: list[Hyperparameters]
@@ -410,7 +430,9 @@ class Trial:
         named = Method(f"{method.key}_student", f"{method.title}, student")
         prediction = Prediction(taught, SWAPPED)
         # It is a model of the same size, and predicts by itself.
-        return self.tests.row(named, prediction, self.bare, fit_seconds, STAGES + STEPS)
+        return self.tests.row(
+            named, prediction, self.bare, fit_seconds, STAGES + STEPS, self.adapter
+        )
 
     def smoothed(self, amounts: Sequence[float]) -> Iterator[Row]:
         """Train in stages with as much label smoothing as held-out texts prefer."""
@@ -428,7 +450,11 @@ class Trial:
         )
         trainings = len(losses) * FIRST_STAGE + SECOND_STAGE
         yield self.tests.row(
-            LABEL_SMOOTHING, prediction, self.bare, trainings=trainings
+            LABEL_SMOOTHING,
+            prediction,
+            self.bare,
+            trainings=trainings,
+            megabytes=self.adapter,
         )
 
     def _loss_with(self, amount: float) -> float:

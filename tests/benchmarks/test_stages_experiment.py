@@ -78,6 +78,15 @@ def test_every_row_is_measured_and_every_training_is_shared(choices, tmp_path):
     assert trainings["staged_1_student", "swapped"] == pytest.approx(1.35)
     assert trainings["staged_2", "held_out"] == pytest.approx(2.1)
     assert trainings["label_smoothing", "held_out"] == pytest.approx(1.85)
+    kept = {keys: row["megabytes"] for keys, row in rows.items()}
+    adapter = kept["map", ""]
+    assert adapter > 0
+    assert kept["staged_map_2", ""] == 2 * adapter
+    assert kept["staged_1_student", "swapped"] == adapter
+    posterior = kept["staged_1", "held_out"]
+    assert posterior > adapter
+    assert kept["staged_2", "held_out"] == pytest.approx(2 * posterior)
+    assert kept["staged_1_amortized", "swapped"] > posterior
     # No smoothing is the first member's first stage; any other amount has a first stage
     # of its own, and a second one if held-out texts choose it. The first stage is the
     # second training, too.
