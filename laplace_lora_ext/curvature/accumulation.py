@@ -6,8 +6,6 @@ made of them once all data are summed, and takes a prior.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from math import isfinite
@@ -17,7 +15,7 @@ import torch
 from laplace.curvature import CurvatureInterface
 from laplace.curvature.curvlinops import CurvlinopsGGN
 from laplace.utils.matrix import Kron, KronDecomposed
-from torch import Tensor, nn
+from torch import Tensor
 
 from laplace_lora_ext.curvature.backend import KFAC_APPROX, LowRankKronGGN
 from laplace_lora_ext.curvature.decomposed import LowRankKronDecomposed, diagonal_of
@@ -196,7 +194,10 @@ class HostStructure(Structure):
 
 @dataclass(frozen=True)
 class KronStructure(HostStructure):
-    """The host's Kronecker factors by curvlinops, all dense."""
+    """The host's Kronecker factors by curvlinops, all dense.
+
+    Curvlinops leaves its hooks on the layers where a pass fails.
+    """
 
     backend_type: ClassVar[type[CurvatureInterface]] = CurvlinopsGGN
 
@@ -208,11 +209,7 @@ class KronStructure(HostStructure):
 
     def _of_batch(self, x: Any, y: Tensor) -> tuple[Tensor, Kron]:
         model, blocks = self.recorder.model, self.recorder.blocks
-        with (
-            model.prepared([block.weight for block in blocks]),
-            torch.enable_grad(),
-            _without_new_hooks([block.module for block in blocks]),
-        ):
+        with model.prepared([block.weight for block in blocks]), torch.enable_grad():
             # Checks logits and gradients, and learns which layers are called.
             with tapped(model, blocks, self.recorder.layouts) as taps:
                 logits = taps.run(lambda batch, _: model(batch), x).logits.detach()
@@ -273,19 +270,3 @@ class FullStructure(DiagStructure):
 
     def _of_batch(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
         return self.backend.full(x, y)
-
-
-@contextmanager
-def _without_new_hooks(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Remove hooks that were added within, as curvlinops leaves them where it fails."""
-    before = [
-        (hooks, set(hooks))
-        for layer in layers
-        for hooks in (layer._forward_hooks, layer._forward_pre_hooks)
-    ]
-    try:
-        yield
-    finally:
-        for hooks, known in before:
-            for key in set(hooks) - known:
-                del hooks[key]

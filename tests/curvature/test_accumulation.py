@@ -1,18 +1,11 @@
 """The host's structures over LoRA weights."""
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from tests.support.matrices import PARTS
-from tests.support.models import (
-    first_batch,
-    lora_model,
-    pairs,
-    plain_model,
-    ragged_batches,
-)
+from tests.support.models import first_batch, lora_model, plain_model, ragged_batches
 from tests.support.posteriors import fitted, make, normal, stock
 
 EXACT = {"rtol": 1e-6, "atol": 1e-9}
@@ -55,22 +48,3 @@ def test_kron_needs_nothing_but_labels_to_count_examples():
     ours.fit([batch])
     theirs = stock(model, "bert", [batch], dict_key_x="labels")
     assert_close(figures_of(ours, batch), figures_of(theirs, batch), **EXACT)
-
-
-def test_a_failed_pass_of_curvlinops_leaves_no_hook():
-    model = plain_model()
-    second = model.second.lora_A["default"]
-    calls = []
-
-    def failing_at_the_second_call(*_: object) -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            raise torch.OutOfMemoryError("the user's")
-
-    model.register_forward_hook(failing_at_the_second_call)
-    second.register_forward_hook(lambda *_: None)
-    la = make(model, "kron")
-    with pytest.raises(torch.OutOfMemoryError):
-        la.fit(pairs())
-    assert len(second._forward_hooks) == 1
-    assert not second._forward_pre_hooks

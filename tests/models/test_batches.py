@@ -161,3 +161,12 @@ def test_padding_on_the_left_moves_behind_the_text_with_all_that_lies_by_positio
         calls = record_calls(model.model.base_model.model)
         model(given)
         assert torch.equal(calls[0]["attention_mask"], mask)
+
+
+def test_a_mask_of_pairs_of_tokens_does_not_count_as_a_row_for_each_query():
+    features = {"features": torch.ones(2, 5, 3)}
+    of_pairs = features | {"attention_mask": torch.ones(2, 1, 5, 5)}
+    found = positions_of(of_pairs, 2, torch.device("cpu"))
+    assert (found.n_rows, found.n_tokens) == (2, None)
+    of_tokens = features | {"attention_mask": torch.ones(2, 5)}
+    assert positions_of(of_tokens, 2, torch.device("cpu")).n_tokens == 10
