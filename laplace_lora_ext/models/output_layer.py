@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from laplace_lora_ext.models.answers import first_places, logits_at, output_layer_of
@@ -179,9 +179,7 @@ def read_in_parts(
     of_parts: list[Tensor] = []
     for part in parts:
         own = part.of(places)[places].nonzero()[:, 0]
-        # A model's hooks are to see whole passes.
-        with set_checkpoint_early_stop(False):
-            of_part = checkpoint(compute, part, reading(own), use_reentrant=False)
+        of_part = checkpoint(compute, part, reading(own), use_reentrant=False)
         rows.append(own)
         of_parts.append(of_part)
     in_order = torch.cat(rows).argsort()

@@ -282,15 +282,6 @@ def test_in_parts_all_is_the_same_by_as_many_passes_and_few_rows_of_logits(
         assert n_in_parts == A_FEW_ROWS < n_at_once
 
 
-def test_in_parts_hooks_of_the_users_see_whole_passes(gpt2, monkeypatch):
-    monkeypatch.setattr(output_layer, "MOST_ROWS", A_FEW_ROWS)
-    begun, ended = [], []
-    gpt2.register_forward_pre_hook(lambda *_: begun.append(1))
-    gpt2.register_forward_hook(lambda *_: ended.append(1))
-    fitted_text(gpt2)
-    assert len(begun) == len(ended) > len(text_batches())
-
-
 # --- what is refused ------------------------------------------------------------------
 
 
