@@ -18,6 +18,7 @@ COMMANDS: tuple[type[Run], ...] = (
     options.Stages,
     options.Calibration,
     options.Few,
+    options.Searches,
     options.Cross,
     options.Signs,
     options.Overview,

@@ -137,6 +137,23 @@ class Few(SeveralSeeds):
 
 
 @dataclass(frozen=True)
+class Searches(SeveralSeeds):
+    """Which numbers of the search are best? First stages choose, second ones judge."""
+
+    tasks: tuple[str, ...] = option(
+        (
+            *("docstrings", "names", "exceptions", "types", "belongs"),
+            *("trec", "emotion"),
+        ),
+        "tasks by which settings are chosen, in place of one; two of them need --data",
+    )
+    classes: tuple[int, ...] = option((), "numbers of the classes to keep", type=int)
+    texts: int = option(20, "texts of each class that the first stage learns")
+    held: int = option(5, "that choose, of each class, and that the second adds")
+    draws: int = option(20, "draws of the texts that choose")
+
+
+@dataclass(frozen=True)
 class Cross(SeveralSeeds):
     """Is it the curvature or the prior? Both crossed, around one checkpoint."""
 

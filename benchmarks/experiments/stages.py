@@ -153,7 +153,7 @@ class Trial:
     def ordinary(self) -> Iterator[Row]:
         """Train as usual, and a second time with a fifth of the texts held out."""
         model = fine_tune(self.pretrained, self.records, self.seed)
-        member = self._fitted(model.model, self.records, self.loaders)
+        member = self.fitted(model.model, self.records, self.loaders)
         self._measure(model.model, member)
         other = self._second_training(model.model, member)
         of_map = self._with_distances(model, predict_maps([member], self.loaders))
@@ -265,7 +265,7 @@ class Trial:
             for number, activate in enumerate(adapters):
                 activate()
                 self.train(model, records, share, number)
-                members.append(self._fitted(model, records, loaders))
+                members.append(self.fitted(model, records, loaders))
             adapters[0]()
             return members
 
@@ -503,7 +503,7 @@ class Trial:
             recipe,
         )
 
-    def _fitted(self, model: Any, records: Records, loaders: Loaders) -> Member:
+    def fitted(self, model: Any, records: Records, loaders: Loaders) -> Member:
         """Fit a posterior to the texts that its model was trained on."""
         say(self.options, f"Seed {self.seed}: fitting")
         started = self.clock()

@@ -1,0 +1,30 @@
+"""The experiment on the numbers of the search, at its smallest."""
+
+from unittest.mock import patch
+
+from benchmarks.experiments.searches import SEARCHES
+from laplace_lora_ext.tuning import gridsearch
+from tests.benchmarks.support import rows_with, run, write_intents
+
+
+def test_each_search_chooses_by_the_same_texts_for_the_same_others(
+    encoder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("benchmarks.models.encoder_folder", lambda: encoder)
+    write_intents({"travel": "abcde"}, 12, tmp_path)
+    few = {"as it is": SEARCHES["as it is"], "no variance": {"LEAST_GAIN": -1e9}}
+    command = (
+        "searches --quiet --tasks travel --steps 60 --learning-rate 0.03 --texts 4 "
+        "--checkpoints 1 --classes 3 1 --held 2 --draws 2 --test-examples 60 "
+        f"--data {tmp_path} --cache {tmp_path}/cache"
+    )
+    with patch.dict(SEARCHES, few, clear=True):
+        figures = run(command, tmp_path / "results")
+    rows = figures["rows"]
+    assert len(rows) == 4
+    of_ours, of_other = (rows_with(rows, search=search) for search in few)
+    # Of a temperature alone no text's answer is another's.
+    assert [row["draw"] for row in of_ours] == [0, 1]
+    for ours, other in zip(of_ours, of_other, strict=True):
+        assert ours["nll"] != other["nll"]
+    assert gridsearch.LEAST_GAIN == 2
