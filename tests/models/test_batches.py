@@ -170,3 +170,11 @@ def test_a_mask_of_pairs_of_tokens_does_not_count_as_a_row_for_each_query():
     assert (found.n_rows, found.n_tokens) == (2, None)
     of_tokens = features | {"attention_mask": torch.ones(2, 5)}
     assert positions_of(of_tokens, 2, torch.device("cpu")).n_tokens == 10
+
+
+def test_what_all_texts_share_makes_no_other_content_of_them():
+    tokens = torch.ones(2, 5, dtype=torch.long)
+    shared = {"input_ids": tokens, "position_ids": torch.arange(5)[None]}
+    assert positions_of(shared, 2, tokens.device).is_text
+    of_patches = {"input_ids": tokens, "patches": tokens.repeat(2, 1)}
+    assert not positions_of(of_patches, 2, tokens.device).is_text

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.running import Turns
+from laplace_lora_ext.models.running import State, Turns
 from tests.support.dense import full_rank
 from tests.support.models import (
     N_CLASSES,
@@ -246,6 +246,18 @@ def test_an_error_leaves_no_state_behind():
     with failing, pytest.raises(ZeroDivisionError):
         LogitsModel(model)(two_batches()[1][0])
     assert state_of(model) == before
+
+
+def test_masks_and_other_large_buffers_are_not_copied_for_each_pass():
+    model = nn.Module()
+    model.register_buffer("large", torch.zeros(2**16 + 1))
+    model.register_buffer("small", torch.zeros(2**16))
+    large, small = model.large, model.small
+    state = State([model])
+    assert model.large is large
+    assert model.small is not small
+    state.put_back()
+    assert model.small is small
 
 
 # --- checkpoints ----------------------------------------------------------------------

@@ -117,6 +117,24 @@ def test_any_number_of_a_weight_that_changes_in_place_is_seen():
         la(batch)
 
 
+def test_numbers_from_all_over_a_weight_are_compared_with_a_files():
+    la = fitted()
+    state = la.state_dict()
+    dense_of(la.model.model).weight.data[-1] += 1
+    with pytest.raises(ValueError, match=DIFFERS):
+        la.load_state_dict(state)
+
+
+def test_a_merge_that_is_undone_rounds_and_a_training_does_more():
+    def weight(factor: float) -> Weight:
+        sample = torch.tensor([1.0, -0.5]).double() * factor
+        return Weight("torch.float32", [2], sample)
+
+    rounding = torch.finfo(torch.float32).eps
+    assert weight(1).equals(weight(1 + 10 * rounding))
+    assert not weight(1).equals(weight(1 + 30 * rounding))
+
+
 def scale(model: PeftModel) -> None:
     # Times the scaling of 2 that the adapter has: 6.
     query(model).set_scale("default", 3.0)
