@@ -77,6 +77,22 @@ def test_answers_of_all_texts_are_choices_of_each(gpt2, side, normalised):
         assert_close(LogitsModel(model, ANSWERS)({"input_ids": ids}), expected, **EXACT)
 
 
+def test_answers_have_the_probability_of_their_first_tokens_together(gpt2):
+    of_answers = LogitsModel(gpt2, ANSWERS)
+    batch = ragged_batches()[0]
+    log_p = of_answers.log_probs(batch).detach()
+    shares, others = log_p[:, :-1], log_p[:, -1].exp()
+    assert_close(shares.log_softmax(-1), of_answers(batch).log_softmax(-1), **EXACT)
+    # Three answers begin alike.
+    first_tokens = list({answer[0] for answer in ANSWERS})
+    last = batch["attention_mask"].sum(1) - 1
+    logits = gpt2(batch["input_ids"], batch["attention_mask"]).logits
+    at_first = logits[torch.arange(len(last)), last].softmax(-1)
+    expected = at_first[:, first_tokens].sum(-1)
+    assert_close(shares.exp().sum(-1), expected, **EXACT)
+    assert_close(others, 1 - expected, **EXACT)
+
+
 def test_only_what_counts_is_read(eight_texts):
     model = llama_with_output_layer().eval()
     of_model = model.base_model.model

@@ -13,7 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 
 from laplace_lora_ext import GridSearch
+from laplace_lora_ext.models.lora_layers import find_blocks
+from laplace_lora_ext.models.weights import parameters_with
 from tests.support.dense import EXACT, full_rank
+from tests.support.matrices import of_experts
 from tests.support.models import first_batch, lora_model
 from tests.support.posteriors import generator, make
 from tests.support.ranks import assert_alike, on_ranks, strided_loader
@@ -50,6 +53,20 @@ def settings_of(model: nn.Module) -> dict[str, tuple]:
         name: (weight.requires_grad, weight.device, weight.shape, weight.grad)
         for name, weight in model.named_parameters()
     }
+
+
+def test_other_matrices_of_a_parameter_keep_their_values():
+    model = of_experts().model
+    first, *others = [b for b in find_blocks(model) if b.view is not None]
+    alike = [each for each in others if each.weight is first.weight]
+    assert alike
+    before = first.weight.detach().clone()
+    drawn = parameters_with([first], [torch.full(first.shape, 7.0)])
+    (parameter,) = drawn.values()
+    assert (first.matrix(parameter) == 7).all()
+    for each in alike:
+        assert torch.equal(each.matrix(parameter), each.values)
+    assert torch.equal(first.weight, before)
 
 
 # --- offloaded ------------------------------------------------------------------------
