@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.special import entr
 from torch.testing import assert_close
 
@@ -19,12 +19,14 @@ from laplace_lora_ext.tasks import TASKS
 from tests.support.dense import full_rank
 from tests.support.models import (
     Batch,
+    TwoLinear,
     first_batch,
     head_of,
     lora_model,
     pairs,
     plain_model,
     ragged_batches,
+    with_lora,
     without_labels,
 )
 from tests.support.posteriors import KFAC_APPROX, OURS_AND_A_HOSTS, STRUCTURES, make
@@ -90,6 +92,25 @@ def test_a_fit_in_parts_is_one_fit(structure, tmp_path):
             in_parts = from_pretrained(model, tmp_path)
     assert at_once.n_data == 8
     assert_close(facts_of(in_parts, texts[0]), facts_of(at_once, texts[0]), **SAME)
+
+
+class Skipping(TwoLinear):
+    """Leaves its second layer out for a single example."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.second(hidden) if len(x) > 1 else hidden[:, :3]
+
+
+def test_more_data_may_leave_a_layer_out():
+    la = make(with_lora(Skipping(), "first", "second"))
+    (whole,) = pairs(1)
+    first_alone = tuple(part[:1] for part in whole)
+    with pytest.raises(RuntimeError, match="No batch used 2 of 4 weights"):
+        la.fit([first_alone])
+    la.fit([whole])
+    la.fit([first_alone], override=False)
+    assert la.n_data == len(whole[0]) + 1
 
 
 @pytest.mark.parametrize(

@@ -288,10 +288,6 @@ def _offloading(module: nn.Module) -> AlignDevicesHook | None:
     hook = getattr(module, "_hf_hook", None)
     for each in hook.hooks if isinstance(hook, SequentialHook) else [hook]:
         # Without a map of its weights, a hook only moves inputs.
-        if (
-            isinstance(each, AlignDevicesHook)
-            and each.offload
-            and each.weights_map is not None
-        ):
+        if isinstance(each, AlignDevicesHook) and each.weights_map is not None:
             return each
     return None

@@ -119,6 +119,14 @@ def test_a_weight_takes_part_by_its_name_whether_or_not_it_requires_grad(bert):
             find_blocks(bert, **options)
 
 
+def test_tokens_of_tied_embeddings_take_part_once():
+    model = lora_model("gpt2", trainable_token_indices=[1, 3])
+    tied = [m for m in model.modules() if getattr(m, "tied_adapter", None)]
+    assert tied
+    blocks = [b for b in find_blocks(model) if "trainable_tokens" in b.name]
+    assert [block.shape for block in blocks] == [(2, 12)]
+
+
 # --- refused --------------------------------------------------------------------------
 
 

@@ -93,3 +93,21 @@ def test_logits_that_depend_on_the_batch_are_not_divided(monkeypatch):
     assert_close(la.function(seed=0)(X), function, **EXACT)
     statistics = la.predictive_statistics([(X, y)], dtype=torch.float64)
     assert_close(statistics.f_mu, whole.f_mu, **EXACT)
+
+
+class Windows(TwoLinear):
+    """Reads two rows for each example."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.unflatten(0, (-1, 2)).mean(1))
+
+
+def test_rows_that_are_windows_of_examples_are_not_divided(monkeypatch):
+    ((X, _),) = pairs(n=8)
+    la = make(with_lora(Windows(), "first", "second"), **full_rank())
+    la.fit([(X, torch.tensor([0, 2, 1, 1]))])
+    whole = tuple(la.predictive_moments(X))
+    assert len(whole[0]) == 4
+    # Of two rows, for each of three outputs.
+    allow_at_once(monkeypatch, 2 * 3)
+    assert_close(tuple(la.predictive_moments(X)), whole, **EXACT)
