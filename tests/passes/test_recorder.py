@@ -110,4 +110,7 @@ def test_rows_that_are_windows_of_examples_are_not_divided(monkeypatch):
     assert len(whole[0]) == 4
     # Of two rows, for each of three outputs.
     allow_at_once(monkeypatch, 2 * 3)
+    calls = count_forward_passes(la)
     assert_close(tuple(la.predictive_moments(X)), whole, **EXACT)
+    # The first part has fewer logits than rows; then all come at once.
+    assert len(calls) == 2
