@@ -104,3 +104,10 @@ def test_a_mixture_multiplies_the_scales_of_its_members(batch):
     first.logit_scale = 2.0
     second.logit_scale = 6.0
     assert_close(mixture(batch), (first(batch) + second(batch)) / 2)
+
+
+def test_a_prior_that_is_set_in_inference_mode_predicts_outside(la, batch):
+    expected = la(batch)
+    with torch.inference_mode():
+        la.prior_precision = la.prior_precision + 0.0
+    assert torch.equal(la(batch), expected)

@@ -149,8 +149,6 @@ def _draws_of(
     """Draw models, divided among the members, the first ones getting the rest."""
     for place, member in enumerate(members):
         n_own = len(range(place, n_samples, len(members)))
-        if n_own == 0:  # a seed that nothing uses would move the generator
-            return
         # Under any prior precision from the same noise.
         noise = torch.Generator(member.model.device).manual_seed(draw_seed(generator))
         for weights in drawn_weights(member, n_own, noise):
