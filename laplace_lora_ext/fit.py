@@ -26,7 +26,7 @@ from laplace_lora_ext.models.same_model import (
 )
 from laplace_lora_ext.models.weights import Place, flatten_weights
 from laplace_lora_ext.predictive.learnt_variance import LearntVariance
-from laplace_lora_ext.processes import count, gathered, rank, together
+from laplace_lora_ext.processes import count, gathered, rank
 from laplace_lora_ext.processes.shards import Share
 from laplace_lora_ext.tasks.task import ClassCounts
 
@@ -127,6 +127,8 @@ def fit(
 ) -> Fit:
     """Fit a curvature around the present weights of a model.
 
+    In a session of `processes.together`, since ranks wait for each other.
+
     Parameters
     ----------
     loader : iterable
@@ -152,35 +154,33 @@ def fit(
     """
     recorder = structure.recorder
     model, blocks = recorder.model, recorder.blocks
-    with together():
-        if before is None:
-            check_runs(model, blocks)
-        else:
-            check_same(model, blocks, before.model, before.mean)
-        # Before the data are read, whose loader may run code of the user's that changes
-        # the model.
-        state, standing = ModelState.of(model, blocks), standing_of(model, blocks)
-        mean = flatten_weights(blocks, model.device)
-        check_alike_on_ranks(state, mean, repr((mean.dtype, dict(settings))))
-        sums = sums_over(loader, structure, before, progress_bar)
-        # A later part of the data may well leave out a layer that an earlier one has
-        # used.
-        if before is None:
-            recorder.check_called(sums.called)
-        else:
-            loss, n_data = sums.loss + before.loss, sums.n_data + before.n_data
-            sums = replace(sums, loss=loss, n_data=n_data)
-        return Fit(
-            mean=mean,
-            sums=sums.curvature,
-            curvature=structure.decompose(sums.curvature, sums.n_data),
-            loss=sums.loss,
-            n_data=sums.n_data,
-            n_outputs=sums.n_outputs,
-            model=state,
-            places=recorder.places,
-            standing=standing,
-        )
+    if before is None:
+        check_runs(model, blocks)
+    else:
+        check_same(model, blocks, before.model, before.mean)
+    # Before the data are read, whose loader may run code of the user's that changes
+    # the model.
+    state, standing = ModelState.of(model, blocks), standing_of(model, blocks)
+    mean = flatten_weights(blocks, model.device)
+    check_alike_on_ranks(state, mean, repr((mean.dtype, dict(settings))))
+    sums = sums_over(loader, structure, before, progress_bar)
+    # A later part of the data may well leave out a layer that an earlier one has used.
+    if before is None:
+        recorder.check_called(sums.called)
+    else:
+        loss, n_data = sums.loss + before.loss, sums.n_data + before.n_data
+        sums = replace(sums, loss=loss, n_data=n_data)
+    return Fit(
+        mean=mean,
+        sums=sums.curvature,
+        curvature=structure.decompose(sums.curvature, sums.n_data),
+        loss=sums.loss,
+        n_data=sums.n_data,
+        n_outputs=sums.n_outputs,
+        model=state,
+        places=recorder.places,
+        standing=standing,
+    )
 
 
 # --- the pass over training data, by one process or by many ---------------------------
