@@ -6,7 +6,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_lora_ext.curvature.decomposed import LowRankKronDecomposed, SquareForm
+from laplace_lora_ext.curvature.decomposed import (
+    LowRankKronDecomposed,
+    Spectrum,
+    SquareForm,
+)
 from laplace_lora_ext.curvature.kron import KroneckerBlock, StreamingUpdates
 from tests.support.dense import power
 from tests.support.posteriors import generator, normal
@@ -170,3 +174,14 @@ def test_rounding_is_no_remainder_where_nothing_is_left_out():
         expected = double.to_matrix(exponent).diagonal().float()
         found = single.to_matrix(exponent).diagonal()
         assert_close(found, expected, rtol=1e-2, atol=0)
+
+
+def test_a_spectrum_is_known_again_but_for_rounding():
+    blocks = [block.decompose() for block in random_blocks([(2, 5), (2, 5)], 3, 9)]
+    spectrum = LowRankKronDecomposed.of_blocks(blocks).spectrum
+
+    def scaled(factor: float) -> Spectrum:
+        return spectrum._replace(values=factor * spectrum.values)
+
+    assert spectrum.equals(scaled(1 + 1e-6))
+    assert not spectrum.equals(scaled(1 + 1e-5))

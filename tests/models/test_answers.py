@@ -83,6 +83,15 @@ def test_without_a_mask_the_last_token_is_at_the_last_position(gpt2, of_answers)
         assert outputs[-1].past_key_values is None
 
 
+def test_an_answer_has_no_place_in_a_decoders_text_without_a_token():
+    (batch,) = ragged_batches(lengths=(3, 2, 1))
+    empty = torch.tensor([[1, 1], [1, 0], [0, 0]])
+    of_decoder = {"decoder_input_ids": batch["input_ids"][:, :2]}
+    model = LogitsModel(encoder_decoder("t5"), CLASS_TOKEN_IDS)
+    with pytest.raises(ValueError, match="Row 2 has no text"):
+        model(batch | of_decoder | {"decoder_attention_mask": empty})
+
+
 # --- logits that are not the text's ---------------------------------------------------
 
 
