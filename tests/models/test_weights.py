@@ -99,6 +99,14 @@ def test_offloaded_weights(tmp_path, where, structure):
             la(first_batch())
 
 
+def test_variances_of_many_outputs_are_learnt_without_draws_of_offloaded_weights():
+    model = lora_model("bert", n_labels=18)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    la = build(model, "lowrank_kron")
+    la.fit([first_batch()])
+    assert la.amortize([first_batch()], None).n_examples == 3
+
+
 # --- in several processes -------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from laplace_lora_ext.predictive.amortization import (
     amortized_moments,
     changes_of_logits,
 )
+from laplace_lora_ext.predictive.learnt_variance import log_variances
 from laplace_lora_ext.predictive.posterior import drawn_functions
 from tests.support.models import lora_model, plain_model, ragged_batches, with_lora
 from tests.support.posteriors import (
@@ -154,6 +155,16 @@ def test_many_outputs_learn_from_draws(monkeypatch):
     assert len(passes) == 17 * len(unlabelled)
     assert not backward_passes
     assert torch.equal(la.amortize(unlabelled, None).weights, learnt.weights)
+    others = la.amortize(unlabelled, None, generator=generator(1))
+    assert not torch.equal(others.weights, learnt.weights)
+    la.learnt_variance = learnt
+    # Right on average, though the logarithm of a mean of eight squares is not.
+    exact_logs = [
+        log_variances(la.predictive_moments(each).f_var) for each in unlabelled
+    ]
+    bias = learnt.offset - torch.cat(exact_logs).mean(0)
+    print("BIAS", bias.mean(), bias.abs().max())
+    assert abs(bias.mean()) < 0.07
     # The noise of the draws, without which it is 0.83, is not the features' fault.
     assert learnt.r_squared > 0.95
     found = la(points, link_approx="mean_field", **AMORTIZED)

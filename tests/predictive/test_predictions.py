@@ -82,6 +82,10 @@ def test_no_larger_set_keeps_the_promise(accuracy):
         assert found.promise == pytest.approx(sureness[found.decided].mean().item())
 
 
+def test_what_is_certain_is_decided_alone():
+    assert review(torch.eye(3), accuracy=1.0).share == 1
+
+
 def test_people_read_the_most_doubtful_texts():
     p = some_probabilities()
     found = review(p, capacity=4)
@@ -91,6 +95,7 @@ def test_people_read_the_most_doubtful_texts():
     assert found.decided[least_sure_first[4:]].all()
     assert found.accuracy == found.promise
     everything = review(p, capacity=100)
+    assert (everything.n_to_read, everything.share) == (len(p), 0)
     assert not everything.decided.any()
     assert "Nothing is proven" in str(everything.proof(p, p.argmax(1)))
 
