@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.running import State, Turns
+from laplace_lora_ext.models.running import State, Tree, Turns, evaluating
 from tests.support.dense import full_rank
 from tests.support.models import (
     N_CLASSES,
@@ -258,6 +258,16 @@ def test_masks_and_other_large_buffers_are_not_copied_for_each_pass():
     assert model.small is not small
     state.put_back()
     assert model.small is small
+
+
+def test_layers_of_four_bits_have_their_own_mode_again():
+    model = nn.Sequential(nn.Linear(2, 2)).eval()
+    model[0].weight.quant_state = None
+    tree = Tree(model)
+    tree.four_bit = [model[0]]
+    with evaluating(tree, adapter=None):
+        assert model[0].training
+    assert not model[0].training
 
 
 # --- checkpoints ----------------------------------------------------------------------
