@@ -632,8 +632,7 @@ class LoRALaplace(Posterior, Predictor):
                 return self._glm_forward_call(
                     of_all, "classification", link_approx=link_approx
                 )
-            is_diagonal = diagonal_output and not joint
-            return self._glm_predictive_distribution(of_all, joint, is_diagonal)
+            return self._glm_predictive_distribution(of_all, joint, diagonal_output)
 
         outputs = in_turn(self, pred_type, compute)
         if fitting or isinstance(outputs, tuple):
