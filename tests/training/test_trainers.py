@@ -3,13 +3,14 @@
 import random
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaForSequenceClassification, ProgressCallback
+from transformers import LlamaForSequenceClassification, ProgressCallback, set_seed
 
 from laplace_lora_ext import Laplace, train_in_stages
 from laplace_lora_ext.models.lora_layers import is_untrained
@@ -72,7 +73,9 @@ def test_afterwards_a_trainer_and_its_callbacks_are_as_before(tmp_path):
     assert bar.training_bar == "of the training that goes on"
 
 
-def test_a_second_training_has_an_adapter_of_its_own(tmp_path):
+def test_a_second_training_has_an_adapter_of_its_own(tmp_path, monkeypatch):
+    seeding = Mock(wraps=set_seed)
+    monkeypatch.setattr("laplace_lora_ext.tuning.second_training.set_seed", seeding)
     trainer = trainer_of(tmp_path)
     trainer.train()
     la = Laplace(trainer.model)
@@ -87,7 +90,8 @@ def test_a_second_training_has_an_adapter_of_its_own(tmp_path):
         return posterior
 
     other = second_posterior(la)
-    # It has learnt something else.
+    # It has learnt something else, from other first weights.
+    seeding.assert_called_once_with(trainer.args.seed + 1)
     assert not torch.equal(other.mean, la.mean)
     assert not is_untrained(other.blocks)
     with pytest.raises(ValueError, match="'second_training_0' already: remove it"):

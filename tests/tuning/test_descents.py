@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import nll_loss
 from torch.testing import assert_close
 
-from laplace_lora_ext import TuningHistory, ValGD
+from laplace_lora_ext import Marglik, TuningHistory, ValGD
 from laplace_lora_ext.predictive.links import log_probabilities
 from tests.support.dense import curvature_of, evidence
 from tests.support.models import first_batch, ragged_batches
@@ -75,6 +75,13 @@ def test_the_evidence_has_the_slopes_of_a_dense_one(structure, prior):
     # Numbers that a user differentiates can be set.
     la.prior_precision = precision
     assert torch.isfinite(la(first_batch())).all()
+
+
+def test_where_the_last_step_has_led_is_measured_and_chosen():
+    history = Marglik(n_steps=2, tolerance=0)(fitted())
+    first, second, last = history.prior_precision[:, 0].tolist()
+    assert first != second != last
+    assert history.choice == 2
 
 
 # --- the loss of validation data ------------------------------------------------------
