@@ -127,7 +127,7 @@ def fit(
 ) -> Fit:
     """Fit a curvature around the present weights of a model.
 
-    In a session of `processes.together`, since ranks wait for each other.
+    Call it within `processes.together`, since ranks wait for each other.
 
     Parameters
     ----------

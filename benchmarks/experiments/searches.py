@@ -16,7 +16,7 @@ from laplace_lora_ext.training.stages import SECOND_STAGE, choose_priors
 from laplace_lora_ext.tuning import gridsearch
 
 OURS = "as it is"
-# Numbers of `gridsearch`, one of them changed at a time.
+# Numbers of `gridsearch`, one of them changed at a time: `patch` wants one at least.
 SEARCHES: dict[str, dict[str, Any]] = {
     OURS: {"USUAL_PRIOR": gridsearch.USUAL_PRIOR},
     "usual prior 100": {"USUAL_PRIOR": 100.0},
@@ -82,21 +82,20 @@ def measured(options: Searches, seed: int) -> Iterator[Row]:
     for draw, search, is_held, chosen in choices:
         probabilities = Posteriors([second], chosen).probabilities(TEST)
         is_other = ~(is_held | is_learnt)
-        run_of = {"task": options.task, "seed": seed, "draw": draw, "search": search}
-        yield run_of | quality(probabilities[is_other], labels[is_other])
+        identity = {"task": options.task, "seed": seed, "draw": draw, "search": search}
+        yield identity | quality(probabilities[is_other], labels[is_other])
 
 
 def text_of(rows: list[Row]) -> list[str]:
     """Put means of the tasks in a table, beside differences to the search as it is."""
     frame = as_frame(rows)
     by_task = frame.groupby(["search", "task"], sort=False)[list(MEASURES)].mean()
-    means = by_task.groupby("search", sort=False).mean()
+    shown: Frame = by_task.groupby("search", sort=False).mean()
     apart = by_task - by_task.loc[OURS]
     words = (
         f"{', '.join(frame['task'].unique())}: means of the tasks, less those of the "
         "search as it is, and standard errors over tasks."
     )
-    shown: Frame = means
     for measure in MEASURES:
         of_tasks = apart[measure].groupby("search", sort=False)
         shown[f"{measure}_difference"] = of_tasks.mean()

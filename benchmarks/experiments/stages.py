@@ -123,8 +123,7 @@ class Trial:
     # Of a prediction of all test texts, by a model itself and by a posterior around it.
     bare: float
     exact: float
-    # MB of the weights that are trained.
-    adapter: float
+    adapter_megabytes: float
 
     def __init__(
         self,
@@ -158,7 +157,11 @@ class Trial:
         other = self._second_training(model.model, member)
         of_map = self._with_distances(model, predict_maps([member], self.loaders))
         yield self.tests.row(
-            METHODS["map"], of_map, self.bare, trainings=1, megabytes=self.adapter
+            METHODS["map"],
+            of_map,
+            self.bare,
+            trainings=1,
+            megabytes=self.adapter_megabytes,
         )
         yield from self._with_more_labels(model, member)
         temperature = self._temperature([other])
@@ -212,11 +215,11 @@ class Trial:
         self.exact = self.tests.seconds(predict)
         self.tests.bare_seconds = self.bare
         trained = get_peft_model_state_dict(find_peft_model(model))
-        self.adapter = megabytes_of(trained)
+        self.adapter_megabytes = megabytes_of(trained)
 
     def _kept(self, la: LoRALaplace) -> float:
         """Return the MB of an adapter and of the posterior around it."""
-        return self.adapter + megabytes_of(la.state_dict())
+        return self.adapter_megabytes + megabytes_of(la.state_dict())
 
     def _second_training(self, model: Any, member: Member) -> Member:
         """Choose a posterior's prior by a second training; return that one's."""
@@ -337,7 +340,12 @@ class Trial:
         prediction = Prediction(predicted, prior, LINK, chosen=chosen)
         seconds = self.tests.seconds(predict)
         return self.tests.row(
-            method, prediction, seconds, fit_seconds, STAGES, self._kept(la)
+            method,
+            prediction,
+            seconds,
+            fit_seconds,
+            trainings=STAGES,
+            megabytes=self._kept(la),
         )
 
     def _maps(
@@ -351,7 +359,7 @@ class Trial:
         """Measure members' models, without their posteriors."""
         prediction = predict_maps(members, self.loaders, prior, temperature)
         seconds = len(members) * self.bare
-        megabytes = len(members) * self.adapter
+        megabytes = len(members) * self.adapter_megabytes
         return self.tests.row(
             method, prediction, seconds, trainings=trainings, megabytes=megabytes
         )
@@ -372,7 +380,12 @@ class Trial:
         seconds = len(members) * self.exact
         megabytes = sum(self._kept(member.la) for member in members)
         return self.tests.row(
-            method, prediction, seconds, fit_seconds, trainings, megabytes
+            method,
+            prediction,
+            seconds,
+            fit_seconds,
+            trainings=trainings,
+            megabytes=megabytes,
         )
 
     def _staged(
@@ -431,7 +444,12 @@ class Trial:
         prediction = Prediction(taught, SWAPPED)
         # It is a model of the same size, and predicts by itself.
         return self.tests.row(
-            named, prediction, self.bare, fit_seconds, STAGES + STEPS, self.adapter
+            named,
+            prediction,
+            self.bare,
+            fit_seconds,
+            trainings=STAGES + STEPS,
+            megabytes=self.adapter_megabytes,
         )
 
     def smoothed(self, amounts: Sequence[float]) -> Iterator[Row]:
@@ -454,7 +472,7 @@ class Trial:
             prediction,
             self.bare,
             trainings=trainings,
-            megabytes=self.adapter,
+            megabytes=self.adapter_megabytes,
         )
 
     def _loss_with(self, amount: float) -> float:

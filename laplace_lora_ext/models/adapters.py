@@ -38,7 +38,7 @@ def active_again(model: nn.Module) -> Callable[[], None]:
     def activate() -> None:
         for peft_model, adapter in active:
             # Without adapters, PEFT has an empty list there.
-            if isinstance(adapter, str):
+            if isinstance(adapter, str) and peft_model.active_adapter != adapter:
                 peft_model.set_adapter(adapter)
         # PEFT's `set_adapter` makes all weights of an adapter trainable, frozen ones
         # too.

@@ -23,8 +23,9 @@ def test_each_search_chooses_by_the_same_texts_for_the_same_others(
     rows = figures["rows"]
     assert len(rows) == 4
     of_ours, of_other = (rows_with(rows, search=search) for search in few)
-    # Of a temperature alone no text's answer is another's.
     assert [row["draw"] for row in of_ours] == [0, 1]
+    # The other search leaves a temperature alone.
     for ours, other in zip(of_ours, of_other, strict=True):
         assert ours["nll"] != other["nll"]
+    # The change of the numbers has ended.
     assert gridsearch.LEAST_GAIN == 2

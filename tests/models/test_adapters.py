@@ -6,7 +6,8 @@ import pytest
 import torch
 from peft import load_peft_weights
 
-from laplace_lora_ext.models.adapters import add_fresh_adapter
+from laplace_lora_ext.models.adapters import active_again, add_fresh_adapter
+from laplace_lora_ext.models.lora_layers import adapter_layers
 from tests.support.models import lora_model
 from tests.support.posteriors import fitted, plain_regression
 
@@ -47,3 +48,11 @@ def test_a_fresh_adapter_trains_what_the_other_one_does(adapter):
     expected = [name.replace(".default", f".{adapter}") for name in trained()]
     add_fresh_adapter(model, adapter)
     assert trained() == expected
+
+
+def test_an_adapter_that_is_active_already_stays_merged():
+    model = lora_model("bert")
+    activate = active_again(model)
+    model.merge_adapter()
+    activate()
+    assert all(layer.merged for layer in adapter_layers(model).values())

@@ -159,12 +159,10 @@ def test_many_outputs_learn_from_draws(monkeypatch):
     assert not torch.equal(others.weights, learnt.weights)
     la.learnt_variance = learnt
     # Right on average, though the logarithm of a mean of eight squares is not.
-    exact_logs = [
-        log_variances(la.predictive_moments(each).f_var) for each in unlabelled
-    ]
-    bias = learnt.offset - torch.cat(exact_logs).mean(0)
-    print("BIAS", bias.mean(), bias.abs().max())
-    assert abs(bias.mean()) < 0.07
+    f_var = torch.cat([la.predictive_moments(each).f_var for each in unlabelled])
+    bias = learnt.offset - log_variances(f_var).mean(0)
+    # -0.03 is measured, and -0.16 of what is left uncorrected.
+    assert bias.mean().abs() < 0.07
     # The noise of the draws, without which it is 0.83, is not the features' fault.
     assert learnt.r_squared > 0.95
     found = la(points, link_approx="mean_field", **AMORTIZED)
