@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -122,8 +122,8 @@ def fit(
     structure: Structure,
     *,
     settings: Mapping[str, Any],
-    before: Fit | None = None,
-    progress_bar: bool = False,
+    before: Fit | None,
+    progress_bar: bool,
 ) -> Fit:
     """Fit a curvature around the present weights of a model.
 
@@ -136,9 +136,9 @@ def fit(
     structure : Structure
     settings : Mapping
         what all ranks must have alike
-    before : Fit, optional
+    before : Fit or None
         to add the data to, around the same weights, which are where they were
-    progress_bar : bool, default=False
+    progress_bar : bool
         whether to show one
 
     Returns
@@ -162,7 +162,7 @@ def fit(
     # the model.
     state, standing = ModelState.of(model, blocks), standing_of(model, blocks)
     mean = flatten_weights(blocks, model.device)
-    check_alike_on_ranks(state, mean, repr((mean.dtype, dict(settings))))
+    check_alike_on_ranks(state, mean, repr((mean.dtype, settings)))
     sums = sums_over(loader, structure, before, progress_bar)
     # A later part of the data may well leave out a layer that an earlier one has used.
     if before is None:
@@ -239,14 +239,13 @@ class Sums:
 
 
 def loss_of_chance(class_counts: ClassCounts) -> float:
-    """Compute the summed loss of who knows nothing but how frequent classes are."""
-    by_column = defaultdict(list)
+    """Compute the summed loss of guesses by the classes' frequencies alone."""
+    of_columns: Counter[int] = Counter()
     for (column, _), n_labels in class_counts.items():
-        by_column[column].append(n_labels)
+        of_columns[column] += n_labels
     loss = 0.0
-    for of_classes in by_column.values():
-        n_labels = sum(of_classes)
-        loss += sum(n * log(n_labels / n) for n in of_classes)
+    for (column, _), n_labels in class_counts.items():
+        loss += n_labels * log(of_columns[column] / n_labels)
     return loss
 
 
@@ -260,9 +259,8 @@ def sums_over(
     there are no data, or two ranks have the same.
     """
     share = Share(loader)
-    start = structure.zeros()
-    if before is not None and rank() == 0:  # the other ranks' sums are added to these
-        start = structure.merge(start, before.sums)
+    # Other ranks' sums are added to the first one's.
+    start = before.sums if before is not None and rank() == 0 else structure.zeros()
     n_before = 0 if before is None else before.n_data
     own = _own_sums(share, structure, start, n_before, progress_bar)
     if share.size not in (None, own.n_data):
@@ -320,8 +318,8 @@ def _own_sums(
                         loss,
                         n_new,
                         model.output_size,
-                        # One tensor for each pass that the batch took.
-                        answered=sum(of_pass.sum().item() for of_pass in answered),
+                        # One tensor at most, of the batch's first pass.
+                        answered=sum(of_texts.sum().item() for of_texts in answered),
                         n_texts=sum(map(len, answered)),
                         class_counts=structure.task.class_counts(y),
                     )

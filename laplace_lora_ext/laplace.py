@@ -326,7 +326,7 @@ def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRA
     Returns
     -------
     LoRALaplace
-        of the structure's class; `from_pretrained` returns it fitted
+        of the structure's class, fitted
 
     Raises
     ------

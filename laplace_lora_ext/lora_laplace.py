@@ -16,7 +16,7 @@ import laplace_lora_ext.saving as saving
 from laplace_lora_ext.curvature.accumulation import Structure
 from laplace_lora_ext.curvature.backend import LowRankKronGGN
 from laplace_lora_ext.fit import Fit, fit
-from laplace_lora_ext.messages import check_counts, check_name, check_positive, warn
+from laplace_lora_ext.messages import check_count, check_name, check_positive, warn
 from laplace_lora_ext.models.choices import class_tokens
 from laplace_lora_ext.models.lora_layers import (
     Selection,
@@ -200,7 +200,8 @@ class LoRALaplace(Posterior, Predictor):
     _kind_of_structure: ClassVar[type[Structure]]
 
     _searched = (*Predictor._searched, "sigma_noise")
-    # What predictions multiply by, made once for a fit and its prior.
+    # The host's name for what is made once for a fit and its prior; None once either
+    # changes.
     _posterior_scale: Any
 
     mean: Tensor = _of_fit("mean", 0.0)
@@ -240,8 +241,9 @@ class LoRALaplace(Posterior, Predictor):
         self.model = self.task.adapter(
             model, answers, dict_key_y, mask_token_id, adapter, normalised=normalised
         )
-        selection = target_modules, layers_to_transform, weight_names
-        self.blocks = find_blocks(model, *selection, modules_to_save)
+        self.blocks = find_blocks(
+            model, target_modules, layers_to_transform, weight_names, modules_to_save
+        )
         if is_untrained(self.blocks):
             warn("Every lora_B weight is 0: the adapter looks untrained.")
         self.recorder = Recorder(self.model, self.blocks)
@@ -394,7 +396,8 @@ class LoRALaplace(Posterior, Predictor):
                 progress_bar=progress_bar,
             )
         # All that can fail has been done.
-        self._take_over(fitted)
+        self._fit = fitted
+        self._posterior_scale = None  # of the fit before
 
     @property
     def _fitted(self) -> Fit:
@@ -402,12 +405,6 @@ class LoRALaplace(Posterior, Predictor):
         super()._check_H_init()
         assert self._fit is not None
         return self._fit
-
-    def _take_over(self, fitted: Fit) -> None:
-        """Make a fit the present one."""
-        self._posterior_scale = None  # of the fit before
-        self.model.output_size = fitted.n_outputs  # which a file tells before any pass
-        self._fit = fitted
 
     def check_model(self) -> None:
         """Move the posterior to its model; refuse a model that has changed."""
@@ -445,22 +442,24 @@ class LoRALaplace(Posterior, Predictor):
                 value = value.clone()  # nothing could change it later
             self._posterior_scale = None  # that is made with the old value
         if name == "prior_precision":
-            # Once, since each look at a number on an accelerator waits for all work
-            # there.
-            least = value.detach().min() if isinstance(value, Tensor) else value
-            self._smallest_prior = float(least)
+            self._smallest_prior = None  # not looked at yet
         super().__setattr__(name, float(value) if name in _NUMBERS else value)
 
     @property
     def _has_variance(self) -> bool:
         """Tell whether the weights vary: not under a prior precision of 1e12.
 
-        That is where searches end if a `logit_scale` alone, a temperature, is best. Of
-        numbers it is relative to their noise and to the mean squared slope of the
-        outputs. Predictions then take one forward pass, and no doubt is about the
-        weights.
+        Searches end there where a `logit_scale` alone, a temperature, is best. Of a
+        regression the prior precision is taken relative to the noise and to the
+        outputs' mean squared slope. Without variance a prediction takes one forward
+        pass, and its epistemic uncertainty is 0.
         """
-        least = self._smallest_prior
+        prior, kept = self.prior_precision, self._smallest_prior
+        # Once, since each look at a number on an accelerator waits for all work there.
+        # A prior may be changed in place.
+        if kept is None or kept[0] != prior._version:
+            kept = self._smallest_prior = prior._version, prior.min().item()
+        _, least = kept
         if self.task.has_noise and self._fit is not None:
             least /= mean_squared_slope(self) * self._H_factor.item()
         return least < 0.99 * WITHOUT_VARIANCE  # which float32 rounds
@@ -603,7 +602,7 @@ class LoRALaplace(Posterior, Predictor):
         if has_link:
             bridges = _BRIDGES if self.task.predicted.sees_differences else ()
             check_name("link_approx", link_approx, [*LINKS, *bridges])
-        is_given = isinstance(x, Moments)
+        by_gradients = has_link and pred_type == "glm" and not isinstance(x, Moments)
 
         def compute() -> Tensor | tuple[Tensor, Tensor]:
             if pred_type == "nn":
@@ -611,12 +610,13 @@ class LoRALaplace(Posterior, Predictor):
                 if task.has_noise:
                     return samples.mean(0), samples.var(0)
                 return task.class_logits(samples).softmax(-1).mean(0)
+            if by_gradients and not self._has_variance:
+                self.check_model()
+                with torch.no_grad():
+                    logits = self.logit_scale * self.model(x)
+                # As all links have it; the host's bridges would divide 0 by 0.
+                return task.class_logits(logits).softmax(-1)
             if has_link and link_approx in LINKS:
-                if pred_type == "glm" and not (self._has_variance or is_given):
-                    self.check_model()
-                    with torch.no_grad():
-                        logits = self.logit_scale * self.model(x)
-                    return task.class_logits(logits).softmax(-1)  # as all links have it
                 if diagonal_output and link_approx == "mc":
                     # "probit" has the variances of all logits, not of contrasts.
                     f_mu, f_var = moments_for(self, x, "probit", pred_type)
@@ -822,7 +822,7 @@ class LoRALaplace(Posterior, Predictor):
         self, X: Any, n_samples: int = 100, generator: torch.Generator | None = None
     ) -> Tensor:
         """Compute scaled logits `(S, B, C)` under draws of the weights."""
-        check_counts(n_samples=n_samples)
+        check_count("n_samples", n_samples)
         samples: list[Tensor] = []
         with self.model.forward_passes():
             self.check_model()
@@ -878,11 +878,12 @@ class LoRALaplace(Posterior, Predictor):
             If its class, likelihood, model or settings are not these. The message names
             what differs, and nothing changes.
         """
-        saving.check_state(state_dict, self._identity, self.model, self.blocks)
         # As it is now, and not as saved: it may have been cast, which `check_state`
         # allows.
         now = ModelState.of(self.model, self.blocks)
-        self._take_over(Fit.from_state_dict(state_dict, self._structure, now))
+        saving.check_state(state_dict, self._identity, now, self.blocks)
+        self._fit = Fit.from_state_dict(state_dict, self._structure, now)
+        # A prior that is set lets go of what was made with the one before.
         for name in _SAVED:
             setattr(self, name, state_dict[name])
 

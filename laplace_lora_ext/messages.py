@@ -41,11 +41,10 @@ def warn(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-def check_counts(**counts: Any) -> None:
-    """Refuse numbers of things, by their names, that are not whole or below 1."""
-    for name, number in counts.items():
-        if not isinstance(number, Integral) or number < 1:
-            raise ValueError(f"{name} must be at least 1, and whole, not {number!r}.")
+def check_count(name: str, number: Any) -> None:
+    """Refuse a number of things that is not whole, or below 1."""
+    if not isinstance(number, Integral) or number < 1:
+        raise ValueError(f"{name} must be at least 1, and whole, not {number!r}.")
 
 
 def check_name(what: str, value: Any, known: Collection[str]) -> None:

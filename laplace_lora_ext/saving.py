@@ -13,7 +13,6 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.same_model import ModelState, first_changed
 from laplace_lora_ext.models.weights import Block
 
@@ -86,13 +85,13 @@ def write_whole(path: Path, content: bytes) -> None:
 def check_state(
     state: Mapping[str, Any],
     identity: Mapping[str, Any],
-    model: LogitsModel,
+    now: ModelState,
     blocks: Sequence[Block],
 ) -> None:
     """Refuse the state of another posterior, and name what differs.
 
     `identity` are class, likelihood and settings of the posterior that the state is
-    for, `model` and `blocks` its model as it is now.
+    for, `now` and `blocks` its model as it is now.
     """
     own, saved = ({**each, **each["settings"]} for each in (identity, state))
     for name in ("cls_name", "likelihood", *identity["settings"]):
@@ -102,7 +101,7 @@ def check_state(
                 f"{own[name]!r}: pass the same setting."
             )
     fitted = ModelState.from_state_dict(state["model"])
-    difference = fitted.difference(ModelState.of(model, blocks))
+    difference = fitted.difference(now)
     if difference is not None:
         raise ValueError(f"The posterior was fitted to another model. {difference}.")
     if first_changed(blocks, state["mean"]) is not None:

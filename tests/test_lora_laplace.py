@@ -47,6 +47,10 @@ def test_a_prior_may_be_changed_in_place(la):
     assert not torch.equal(found, before)
     la.prior_precision = 100.0
     assert torch.equal(found, la(batch))
+    la.prior_precision = 1e12  # without variance
+    assert not la.predictive_moments(batch).f_var.any()
+    la.prior_precision.fill_(100.0)
+    assert torch.equal(found, la(batch))
 
 
 def test_evidence_is_differentiable_in_the_noise():

@@ -136,9 +136,9 @@ def load(arguments: ModelArguments) -> Loaded:
                 '" not at all".'
             )
     elif adapter.task_type in (TaskType.SEQ_CLS, None):
-        # In the order of the outputs, as transformers writes and reads them.
         cls = AutoModelForSequenceClassification
-        known = list((config.id2label or {}).values())
+        # By their numbers: where keys were text, a file has "10" before "2".
+        known = [name for _, name in sorted((config.id2label or {}).items())]
     else:
         raise ValueError(
             f"{arguments.adapter} is of the task {adapter.task_type}: the command line "

@@ -142,7 +142,7 @@ def numbers_of(labels: Sequence[str], names: Sequence[str], source: str) -> list
     Labels are names of classes or, where no name is a number, also numbers from 0.
     """
     known = {name: number for number, name in enumerate(names)}
-    if not any(name.isdecimal() for name in names):
+    if not any(name.removesuffix(".0").isdecimal() for name in names):
         for number in range(len(names)):
             # The second as programs write a column in which some numbers are missing.
             known |= {str(number): number, f"{number}.0": number}

@@ -10,7 +10,7 @@ from laplace.curvature import GGNInterface
 from torch import Tensor
 
 from laplace_lora_ext.curvature.kron import KroneckerBlock, StreamingUpdates
-from laplace_lora_ext.messages import check_counts, check_name, listed
+from laplace_lora_ext.messages import check_count, check_name, listed
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.weights import without_rows
 from laplace_lora_ext.passes.graph import Rows
@@ -170,7 +170,7 @@ class LowRankKronGGN(GGNInterface):
             raise ValueError(f"The seed must not be negative, but is {seed}.")
         if num_samples is None:
             num_samples = _DRAWS[draws]
-        check_counts(num_samples=num_samples)
+        check_count("num_samples", num_samples)
         unseen = [block.name for block in without_rows(recorder.blocks)]
         if unseen and kfac_approx == "expand":
             raise NotImplementedError(

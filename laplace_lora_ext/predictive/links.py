@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.messages import check_counts
+from laplace_lora_ext.messages import check_count
 from laplace_lora_ext.predictive.moments import (
     NO_CLASS,
     Moments,
@@ -150,7 +150,7 @@ def shared_noise(
     f_mu: Tensor, n_samples: int, generator: torch.Generator | None
 ) -> Tensor:
     """Draw `(S, 1, C)` standard normal numbers, in the host's order."""
-    check_counts(n_samples=n_samples)
+    check_count("n_samples", n_samples)
     n_outputs = f_mu.shape[-1]
     noise = standard_normal((n_outputs, n_samples), f_mu, generator)
     return noise.T[:, None]

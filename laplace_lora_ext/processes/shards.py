@@ -259,7 +259,7 @@ class Division(NamedTuple):
 def divide(
     loader: DataLoader,
     held_out: float,
-    groups: Tensor | None = None,
+    groups: Tensor,
     generator: torch.Generator | None = None,
 ) -> Division:
     """Divide a loader's examples, holding out some of them.
@@ -268,13 +268,10 @@ def divide(
     leaves out are not used. Without a generator, every call holds out the same. Groups
     `(N,)` of the examples, such as their classes, are each held out in proportion, and
     never to the last example: with many groups of one example, fewer are held out.
-    Refuses what `check_divisible` does.
+    `check_divisible` comes first.
     """
-    check_divisible(loader, held_out)
     data = loader.dataset
     places = examples_of(loader)
-    if groups is None:
-        groups = torch.zeros(len(places), dtype=torch.long)
     if generator is None:
         generator = torch.Generator().manual_seed(0)
     numbers = groups.unique(return_inverse=True)[1]

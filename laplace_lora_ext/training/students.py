@@ -64,7 +64,7 @@ def distill(
         add_copy(peft_model, first.blocks[0].adapter, adapter_name)
         # A head of its own can be scaled once for all; what has none learns its scale
         # by training.
-        head = _head(peft_model, adapter_name, model.output_size)
+        head = _head(peft_model, adapter_name, first.n_outputs)
         records: list[Record] = []
         logits: list[Tensor] = []
         batches = _texts(model, examples, unlabelled, generator)

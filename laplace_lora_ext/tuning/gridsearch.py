@@ -486,13 +486,13 @@ class Likelihoods:
     link_approx : str
     n_samples : int
         draws of "mc"
-    scales : tuple of float, default=(1.0,)
+    scales : tuple of float
         S scales, `LOGIT_SCALES` where one is to be chosen
     """
 
     link_approx: str
     n_samples: int
-    scales: tuple[float, ...] = (1.0,)
+    scales: tuple[float, ...]
 
     @property
     def n_terms(self) -> int:

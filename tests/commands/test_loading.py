@@ -96,6 +96,17 @@ def test_a_head_that_nobody_has_saved_is_refused(classifier, options, refusal):
     assert "has classifier.bias, classifier.weight: train" in message
 
 
+def test_classes_have_the_names_of_their_numbers(classifier, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(classifier.parent / "base", base)
+    path = base / "config.json"
+    config = json.loads(path.read_text())
+    # As "10" comes before "2" in a file whose keys were text.
+    path.write_text(json.dumps(config | {"id2label": {"1": "air", "0": "plant"}}))
+    adapter = copied(classifier, tmp_path / "sorted", base_model_name_or_path=str(base))
+    assert load(ModelArguments(adapter=adapter)).class_names == ["plant", "air"]
+
+
 def test_a_language_model_needs_answers(decoder, options, refusal):
     options["adapter"] = decoder
     assert "--answers" in refusal("calibrate", **options)

@@ -101,6 +101,7 @@ STARS = ["1", "2", "3", "4", "5"]
         (["plant", "air"], ["1.0", "0"], [1, 0]),
         # Names that are numbers are never taken for others.
         (STARS, ["5", "1", "4"], [4, 0, 3]),
+        (["1.0", "2.0"], ["1.0", "2.0"], [0, 1]),
     ],
 )
 def test_labels_are_names_or_numbers_of_classes(names, labels, expected):

@@ -52,7 +52,7 @@ def test_moments_and_functions_of_a_regression(structure):
     assert not torch.allclose(la.function(SEED + 1)(x), found)
 
 
-@pytest.mark.parametrize("link", ["mean_field", "mc"])
+@pytest.mark.parametrize("link", ["mean_field", "mc", "bridge"])
 def test_without_variance_a_prediction_is_one_forward_pass(link, batch):
     la = fitted()
     la.prior_precision = 1e12
