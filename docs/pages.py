@@ -37,7 +37,7 @@ MESSAGES = "<!-- messages -->"
 # What a reader was doing, and the folders and files whose messages he then sees.
 MOMENTS = {
     "When a model is given": ("models", "tasks", "laplace", "curvature", "messages"),
-    "In a fit": ("passes", "sums", "processes"),
+    "In a fit": ("passes", "fit", "processes"),
     "When the prior is chosen": ("tuning",),
     "In a prediction": ("predictive", "predicting", "metrics", "plots"),
     "In a training": ("training",),

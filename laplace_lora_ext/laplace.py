@@ -23,7 +23,7 @@ from laplace_lora_ext.curvature.accumulation import (
     LowRankKronStructure,
     Structure,
 )
-from laplace_lora_ext.curvature.decomposed import LowRankKronDecomposed, SquareForm
+from laplace_lora_ext.curvature.decomposed import LowRankKronDecomposed
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.messages import check_name
 from laplace_lora_ext.models.logits_model import find_transformer
@@ -100,15 +100,17 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     def _linearised(
         self, part: Any, joint: bool, directions: Directions
     ) -> tuple[Tensor, Tensor]:
-        covariance = SquareForm(self.posterior_precision.inverse_root)
+        precision = self.posterior_precision
+        f_var: Any = 0
 
         def add(indices: list[int], jacobians: Tensor) -> None:
+            nonlocal f_var
             if joint:
                 jacobians = jacobians.flatten(1, 2)[:, None]
-            covariance.add(indices, jacobians)
+            of_blocks = precision.inv_square_form_of(indices, jacobians)
+            f_var = f_var + of_blocks.to(self.mean)
 
         f_mu = self.recorder.visit_jacobians(part, add, directions)
-        f_var = covariance.total().to(f_mu.device)
         return f_mu, f_var[0] if joint else f_var
 
     @property
@@ -321,7 +323,8 @@ def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRA
     folder : str or Path
         with the posterior's file
     **kwargs
-        for the posterior's class, such as `dict_key_y`
+        for the posterior's class, such as `dict_key_y`, or a `prior_precision` in place
+        of the file's
 
     Returns
     -------
@@ -348,7 +351,9 @@ def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRA
         "backend_kwargs": state["settings"],
     }
     la = classes[state["cls_name"]](model, state["likelihood"], **options | kwargs)
-    la.load_state_dict(state)
+    # Of what files hold, such as a prior, the user's own is taken.
+    own = {name: kwargs[name] for name in kwargs.keys() & state.keys()}
+    la.load_state_dict(state | own)
     return la
 
 

@@ -235,7 +235,8 @@ class LoRALaplace(Posterior, Predictor):
     ) -> None:
         self.task = task_of(likelihood)
         _, structure = self._key
-        self.task.check_structure(structure)
+        what = f"For the likelihood {likelihood!r} hessian_structure"
+        check_name(what, structure, self.task.structures)
         answers = class_tokens(class_token_ids, class_texts, tokenizer)
         adapter = active_adapter(model)
         self.model = self.task.adapter(
@@ -250,8 +251,8 @@ class LoRALaplace(Posterior, Predictor):
         self._fit: Fit | None = None
         # These may have a number for each block, and the host counts whole parameters.
         priors = {name: kwargs.pop(name) for name in _PRIORS if name in kwargs}
-        options = self.task.backend_kwargs(backend_kwargs or {})
-        backend = self._kind_of_structure.backend_type
+        options = {**self.task.backend_defaults, **(backend_kwargs or {})}
+        backend: Any = self._kind_of_structure.backend_type
         if backend is LowRankKronGGN:
             options = {"recorder": self.recorder, **options}
         else:

@@ -18,7 +18,7 @@ from laplace_lora_ext.models.adapters import (
     own_weights,
 )
 from laplace_lora_ext.models.running import cpu_as_default
-from laplace_lora_ext.models.weights import check_in_place, parameters_with
+from laplace_lora_ext.models.weights import check_in_place, parameters_with, values_of
 
 _MOST_STEPS = 1000  # far more than any merge of ours has taken
 
@@ -73,12 +73,8 @@ def merge(posteriors: Sequence[LoRALaplace], adapter_name: str = "merged") -> st
                 "to a head, fit all with modules_to_save=True."
             )
     check_in_place(first.blocks, "A merged adapter")
-    parts = mode_of_product(posteriors).split([b.n_params for b in first.blocks])
-    matrices = [
-        part.view(block.shape).to(block.weight)
-        for block, part in zip(first.blocks, parts, strict=True)
-    ]
-    merged = parameters_with(first.blocks, matrices)
+    (values,) = values_of(first.blocks, mode_of_product(posteriors)[None])
+    merged = parameters_with(first.blocks, values)
     model = find_peft_model(first.model)
     adapter = first.blocks[0].adapter
     # The untrained values that PEFT draws for a new adapter are written over.
@@ -140,5 +136,5 @@ def _sum_of_powers(
 
 def _times(precision: Any, vector: Tensor, exponent: int = 1) -> Tensor:
     """Multiply a vector `(parameters,)` by a power of a precision, on the CPU."""
-    # Of one vector the host makes one.
+    # Given a vector, the host's `bmm` returns a vector.
     return precision.bmm(vector.to(precision.deltas), exponent=exponent).to(vector)

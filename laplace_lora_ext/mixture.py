@@ -110,10 +110,9 @@ class LaplaceMixture(Predictor):
         torch.Tensor or tuple of torch.Tensor
             of a regression mean and covariance
         """
-        outputs = [member(x, **options) for member in self.members]
-        probabilities = [output for output in outputs if isinstance(output, Tensor)]
-        if probabilities:
-            return torch.stack(probabilities).mean(0)
+        outputs: list[Any] = [member(x, **options) for member in self.members]
+        if isinstance(outputs[0], Tensor):
+            return torch.stack(outputs).mean(0)
         means, covariances = zip(*outputs, strict=True)
         return mix_moments(torch.stack(means), torch.stack(covariances))
 
@@ -135,7 +134,7 @@ class LaplaceMixture(Predictor):
         **options
             as for `LowRankKronLoRALaplace.predictive_statistics`
         """
-        # Of which "lowrank_kron" alone has statistics.
+        # Typed so, since only members of "lowrank_kron" have statistics.
         members: list[Any] = self.members
         data = Share.read_once(loader)
         return MixtureStatistics(

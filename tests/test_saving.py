@@ -29,6 +29,9 @@ def test_answers_and_settings_survive(tmp_path):
     assert_same_posterior(read, la)
     assert read.model.class_token_ids == CLASS_TOKEN_IDS
     assert read.n_contrasts == 2
+    # What the user gives in place of the file's.
+    read = from_pretrained(la.model.model, tmp_path / "new", prior_precision=7.0)
+    assert (read.prior_precision.item(), read.temperature) == (7, 0.5)
     assert read.backend.settings == la.backend.settings
     la.metadata["dtypes"] = {torch.float32}
     with pytest.raises(TypeError, match="float32"):

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from typing import Any, ClassVar
 
 import torch
-from laplace.curvature import CurvatureInterface
 from laplace.curvature.curvlinops import CurvlinopsGGN
 from laplace.utils.matrix import Kron, KronDecomposed
 from torch import Tensor
@@ -44,10 +44,11 @@ class Structure:
         of the model and its blocks
     task : Task
         of the training data
-    backend : CurvatureInterface
+    backend
+        of the class `backend_type`, with the user's options
     """
 
-    backend_type: ClassVar[type[CurvatureInterface]] = LowRankKronGGN
+    backend_type: ClassVar[type[Any]] = LowRankKronGGN
 
     recorder: Recorder
     task: Task
@@ -69,13 +70,6 @@ class Structure:
         depends on `examples`, `(N,)`: the number in the whole data of the example that
         each row of logits is of.
         """
-        # By which our backend draws: curvlinops' has no use for it.
-        self.backend.examples = examples
-        loss, total = self._add(sums, x, y)
-        self.backend.examples = None
-        return loss, total
-
-    def _add(self, sums: Any, x: Any, y: Tensor) -> tuple[Tensor, Any]:
         raise NotImplementedError
 
     def merge(self, first: Any, second: Any) -> Any:
@@ -84,11 +78,11 @@ class Structure:
 
     def decompose(self, sums: Any, n_data: int) -> Any:
         """Make the curvature of sums over `n_data` examples."""
-        raise NotImplementedError
+        return sums
 
     def pack(self, sums: Any) -> Any:
         """Turn sums into nested lists and dictionaries of tensors and numbers."""
-        raise NotImplementedError
+        return sums
 
     def unpack(self, packed: Any) -> Any:
         """Turn what `pack` returned into sums, where the weights are now."""
@@ -115,8 +109,8 @@ class LowRankKronStructure(Structure):
             for block in self.recorder.blocks
         ]
 
-    def _add(
-        self, sums: list[KroneckerBlock], x: Any, y: Tensor
+    def add(
+        self, sums: list[KroneckerBlock], x: Any, y: Tensor, examples: Tensor
     ) -> tuple[Tensor, list[KroneckerBlock]]:
         """Add a batch, unless `Recorder.record` refuses it.
 
@@ -133,7 +127,10 @@ class LowRankKronStructure(Structure):
                 add(total[rows.index], updates, rows)
 
         objective = self.task.objective(
-            self.recorder.model, y, backend.seeds, backend.numbers
+            self.recorder.model,
+            y,
+            partial(backend.seeds, examples=examples),
+            partial(backend.numbers, examples),
         )
         with self.recorder.record(x, objective.compute) as recording:
             seeds, loss = objective.seeds_and_loss(recording.logits.detach())
@@ -178,12 +175,12 @@ class LowRankKronStructure(Structure):
 class HostStructure(Structure):
     """A structure of the host's, whose curvature of a batch is a value of its own."""
 
-    def _of_batch(self, x: Any, y: Tensor) -> tuple[Tensor, Any]:
-        """Ask the backend for the loss and the curvature of a batch."""
+    def _of_batch(self, x: Any, y: Tensor, examples: Tensor) -> tuple[Tensor, Any]:
+        """Compute the loss and the curvature of a batch."""
         raise NotImplementedError
 
-    def _add(self, sums: Any, x: Any, y: Tensor) -> tuple[Tensor, Any]:
-        loss, of_batch = self._of_batch(x, y)
+    def add(self, sums: Any, x: Any, y: Tensor, examples: Tensor) -> tuple[Tensor, Any]:
+        loss, of_batch = self._of_batch(x, y, examples)
         blocks = self.recorder.blocks
         parts = diagonal_of(of_batch).split([block.n_params for block in blocks])
         for block, part in zip(blocks, parts, strict=True):
@@ -196,10 +193,11 @@ class HostStructure(Structure):
 class KronStructure(HostStructure):
     """The host's Kronecker factors by curvlinops, all dense.
 
-    Curvlinops leaves its hooks on the layers where a pass fails.
+    Curvlinops leaves its hooks on the layers where a pass fails. What it draws depends
+    on torch's random state, and not on the examples.
     """
 
-    backend_type: ClassVar[type[CurvatureInterface]] = CurvlinopsGGN
+    backend_type: ClassVar[type[Any]] = CurvlinopsGGN
 
     def zeros(self) -> Kron:
         blocks = self.recorder.blocks
@@ -207,7 +205,7 @@ class KronStructure(HostStructure):
         weights: list[Any] = [block.weight for block in blocks]
         return Kron.init_from_model(weights, *self.recorder.places[0])
 
-    def _of_batch(self, x: Any, y: Tensor) -> tuple[Tensor, Kron]:
+    def _of_batch(self, x: Any, y: Tensor, examples: Tensor) -> tuple[Tensor, Kron]:
         model, blocks = self.recorder.model, self.recorder.blocks
         with model.prepared([block.weight for block in blocks]), torch.enable_grad():
             # Checks logits and gradients, and learns which layers are called.
@@ -248,14 +246,21 @@ class DiagStructure(HostStructure):
         n_params = sum(block.n_params for block in self.recorder.blocks)
         return torch.zeros(n_params, device=device, dtype=dtype)
 
-    def _of_batch(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
-        return self.backend.diag(x, y)
+    def _of_batch(self, x: Any, y: Tensor, examples: Tensor) -> tuple[Tensor, Tensor]:
+        jacobians, logits = self.recorder.jacobians(x)
+        targets = self.task.check_targets(y, logits)
+        if self.backend.stochastic:
+            seeds = self.backend.seeds(logits, examples)
+        else:  # also by default: they cost no passes here
+            seeds = self.task.exact_seeds(logits)
+        columns = seeds.dense().to(jacobians).transpose(0, 1)
+        with torch.autocast(logits.device.type, enabled=False):
+            gradients = (columns @ jacobians).flatten(0, 1)
+            return self.task.loss(logits, targets), self._products(gradients)
 
-    def decompose(self, sums: Tensor, n_data: int) -> Tensor:
-        return sums
-
-    def pack(self, sums: Tensor) -> Tensor:
-        return sums
+    def _products(self, gradients: Tensor) -> Tensor:
+        """Sum the outer products of gradients `(n, parameters)`."""
+        return gradients.square().sum(0)
 
     def unpack(self, packed: Tensor) -> Tensor:
         return packed.to(*self.recorder.places[0])
@@ -268,5 +273,5 @@ class FullStructure(DiagStructure):
     def zeros(self) -> Tensor:
         return super().zeros().diag_embed()
 
-    def _of_batch(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
-        return self.backend.full(x, y)
+    def _products(self, gradients: Tensor) -> Tensor:
+        return gradients.mT @ gradients

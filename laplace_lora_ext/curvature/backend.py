@@ -1,4 +1,4 @@
-"""The host's curvature interface for LoRA weights."""
+"""How the curvature of LoRA weights is summed, and from which seeds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from numbers import Integral
 from typing import Any
 
 import torch
-from laplace.curvature import GGNInterface
 from torch import Tensor
 
 from laplace_lora_ext.curvature.kron import KroneckerBlock, StreamingUpdates
@@ -86,14 +85,14 @@ def _rows_of_one_position(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 KFAC_APPROX = {"expand": add_rows, "gradient": add_gradients}
 
 
-# --- the host's interface -------------------------------------------------------------
+# --- options, and seeds by them -------------------------------------------------------
 
 
-class LowRankKronGGN(GGNInterface):
-    """The generalised Gauss-Newton matrix, which for these likelihoods is the Fisher.
+class LowRankKronGGN:
+    """Chooses what is back-propagated for the Fisher, and how its blocks are summed.
 
-    It has a Kronecker-factored block for each LoRA weight, with a low-rank large
-    factor.
+    For these likelihoods the Fisher is the generalised Gauss-Newton matrix. It has a
+    Kronecker-factored block for each LoRA weight, with a low-rank large factor.
 
     A batch takes one forward pass, and two backward passes whatever the number of
     classes. The exact Fisher takes C - 1 for C classes, a column of its square root in
@@ -108,9 +107,9 @@ class LowRankKronGGN(GGNInterface):
         "classification", "regression", "multi_label_classification",
         "token_classification" or "language_modeling"
     dict_key_x : str, default="input_ids"
-        key of a batch's inputs
+        given by the host, and not needed
     dict_key_y : str, default="labels"
-        key of its labels
+        given by the host, and not needed
     recorder : Recorder
         of the model and the LoRA weights that take part
     rank : int, default=10
@@ -134,16 +133,12 @@ class LowRankKronGGN(GGNInterface):
         that other batches, a fit in parts or on several ranks draw the same. Torch's
         random state has no part in it
 
-    Attributes
-    ----------
-    examples : torch.Tensor or None
-        `(N,)`, the number in the whole data of the example that each row of the batch's
-        logits is of, by which numbers are drawn; None for those of a first batch
-
     Raises
     ------
     ValueError
         For an unknown `kfac_approx` or a negative rank.
+    NotImplementedError
+        For "expand", where weights have no rows or a text has several labels.
     """
 
     def __init__(
@@ -179,26 +174,18 @@ class LowRankKronGGN(GGNInterface):
                 "leave them out with target_modules."
             )
         self.task = task_of(likelihood)
-        super().__init__(
-            model,
-            "regression" if self.task.has_noise else "classification",
-            dict_key_x=dict_key_x,
-            dict_key_y=dict_key_y,
-        )
-        # The host's own losses know class indices and a noise of 1 alone.
-        self.lossfunc = self._loss_for_host
-        self.model: LogitsModel = model
-        self.recorder = recorder
-        self.blocks = recorder.blocks
+        if self.task.has_tokens and kfac_approx != "gradient":
+            raise NotImplementedError(
+                f'{likelihood} works with kfac_approx="gradient" only.'
+            )
+        self.model = model
         self.rank = rank
         self.kfac_approx = kfac_approx
         self.tail = tail
-        # The host declares a bool, but only asks whether it is true.
-        self.stochastic: Any = stochastic
+        self.stochastic = stochastic
         self.draws = draws
         self.num_samples = num_samples
         self.seed = seed
-        self.examples: Tensor | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -208,58 +195,30 @@ class LowRankKronGGN(GGNInterface):
             names += ["draws", "num_samples", "seed"]
         return {name: getattr(self, name) for name in names}
 
-    # --- what is back-propagated ------------------------------------------------------
+    def seeds(self, logits: Tensor, examples: Tensor) -> Seeds:
+        """Choose seeds of the exact Fisher, or draw some where they are fewer.
 
-    def seeds(self, logits: Tensor) -> Seeds:
-        """Choose seeds of the exact Fisher, or draw some where they are fewer."""
+        What is drawn depends on `examples`, `(N,)`: the number in the whole data of the
+        example that each row of logits is of.
+        """
         is_drawn = self.stochastic
         if is_drawn is None:
             is_drawn = self.task.draws_save(logits, self.num_samples)
-        return self._drawn_seeds(logits) if is_drawn else self.task.exact_seeds(logits)
+        if not is_drawn:
+            return self.task.exact_seeds(logits)
+        draw = self.task.label_seeds if self.draws == "labels" else self.task.sign_seeds
+        return draw(logits, self.num_samples, Draws(self.seed, examples))
 
-    def _drawn_seeds(self, logits: Tensor) -> Seeds:
-        draw = self.task.sign_seeds
-        if self.draws == "labels":
-            draw = self.task.label_seeds
-        return draw(logits, self.num_samples, self._draws_of(len(logits)))
+    def numbers(self, examples: Tensor) -> Tensor:
+        """Draw numbers `(S, N)` that choose tokens' labels; the exact is refused.
 
-    def numbers(self, n_tokens: int) -> Tensor:
-        """Draw numbers `(S, N)` that choose tokens' labels; the exact is refused."""
+        `examples` are as for `seeds`.
+        """
         if self.stochastic is False or self.draws != "labels":
             raise NotImplementedError(
                 "The exact Fisher would take a backward pass for each word of the "
                 "vocabulary at each token, and signs as many numbers: leave out "
                 "stochastic and draws, and raise num_samples for less noise."
             )
-        numbers = self._draws_of(n_tokens).uniform(self.num_samples)
+        numbers = Draws(self.seed, examples).uniform(self.num_samples)
         return numbers.to(self.model.device)
-
-    def _draws_of(self, n_rows: int) -> Draws:
-        """Make what draws numbers for the rows of a batch."""
-        examples = torch.arange(n_rows) if self.examples is None else self.examples
-        return Draws(self.seed, examples)
-
-    # --- what the host's own functions call -------------------------------------------
-
-    def _loss_for_host(self, f: Tensor, y: Tensor) -> Tensor:
-        """Sum the loss `()`, without the factor that the host multiplies it by.
-
-        Labels that don't fit are refused.
-        """
-        y = self.task.check_targets(y, f)
-        return self.task.loss(f, y) / self.factor
-
-    def jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
-        """Make Jacobians `(B, C, parameters)` of the logits, and the logits.
-
-        `enable_backprop` is the host's: tokens have no gradients.
-        """
-        return self.recorder.jacobians(x)
-
-    def _get_mc_functional_fisher(self, f: Tensor) -> Tensor:
-        """Draw a Fisher `(B, C, C)` of the logits, as the host does under this name."""
-        return self._drawn_seeds(f).fisher()
-
-    def _get_functional_hessian(self, f: Tensor) -> Tensor:
-        """Compute the exact Fisher `(B, C, C)` of the logits, as the host names it."""
-        return self.task.exact_seeds(f).fisher()

@@ -135,36 +135,6 @@ class Power:
         return form
 
 
-Powers = list[tuple[list[int], Power]]
-"""A power of a whole precision: indices of blocks of one shape, and theirs together."""
-
-
-class SquareForm:
-    """Sums `W P⁻¹ Wᵀ` over all blocks, in whichever order their weights come."""
-
-    def __init__(self, inverse_root: Powers) -> None:
-        self._places = {  # each block's group, and its own place there
-            index: (power, place)
-            for indices, power in inverse_root
-            for place, index in enumerate(indices)
-        }
-        self._sum: Tensor | None = None
-
-    def add(self, indices: list[int], weights: Tensor) -> None:
-        """Take the weights `(blocks, B, K, r, d)` of some blocks of a group."""
-        powers, places = zip(*(self._places[index] for index in indices), strict=True)
-        power = powers[0]
-        if places != tuple(range(len(power.on_leading))):
-            power = power[list(places)]
-        form = power.square_form(weights)
-        self._sum = form if self._sum is None else self._sum + form.to(self._sum)
-
-    def total(self) -> Tensor:
-        """Return the sum `(B, K, K)`, once all blocks have come."""
-        assert self._sum is not None
-        return self._sum
-
-
 class Spectrum(NamedTuple):
     """Eigenvalues of a curvature, those of all blocks in one row.
 
@@ -285,12 +255,16 @@ class LowRankKronDecomposed:
 
     @cached_property
     @torch.inference_mode(False)
-    def inverse_root(self) -> Powers:
-        """Prepare the inverse root, which all predictions multiply by."""
-        return self._power(-0.5)
+    def _inverse_root(self) -> dict[int, tuple[Power, int]]:
+        """Find each block's inverse root: that of its group, and its place there."""
+        return {
+            index: (power, place)
+            for indices, power in self._power(-0.5)
+            for place, index in enumerate(indices)
+        }
 
-    def _power(self, exponent: float) -> Powers:
-        powers: Powers = []
+    def _power(self, exponent: float) -> list[tuple[list[int], Power]]:
+        powers: list[tuple[list[int], Power]] = []
         for indices, block in self.groups:
             values = block.eigenvalues(self.scale, self.deltas[indices])
             on_leading, on_remainder = (each.pow(exponent) for each in values)
@@ -317,8 +291,7 @@ class LowRankKronDecomposed:
         """Multiply each row of `W`, `(..., parameters)`, by `self ** exponent`."""
         sizes = [math.prod(block.shape) for block in self.blocks]
         parts = list(W.reshape(-1, W.shape[-1]).split(sizes, dim=-1))
-        powers = self.inverse_root if exponent == -0.5 else self._power(exponent)
-        for indices, power in powers:
+        for indices, power in self._power(exponent):
             block = power.block
             weights = torch.stack([parts[index] for index in indices])
             weights = weights.to(block.U.device).unflatten(-1, block.shape)
@@ -330,13 +303,25 @@ class LowRankKronDecomposed:
 
     def inv_square_form(self, W: Tensor) -> Tensor:
         """Compute `W self⁻¹ Wᵀ`, `(B, C, C)`, for `W` of shape `(B, C, parameters)`."""
-        form = SquareForm(self.inverse_root)
+        form: Any = 0
         parts = W.split([math.prod(block.shape) for block in self.blocks], dim=-1)
         for indices, block in self.groups:
             weights = torch.stack([parts[index] for index in indices])
             weights = weights.to(block.U.device).unflatten(-1, block.shape)
-            form.add(indices, block.small_side_first(weights))
-        return form.total().to(W.device)
+            of_group = self.inv_square_form_of(indices, block.small_side_first(weights))
+            form = form + of_group.to(W.device)
+        return form
+
+    def inv_square_form_of(self, indices: list[int], weights: Tensor) -> Tensor:
+        """Compute `W self⁻¹ Wᵀ`, `(B, K, K)`, of some blocks of a group alone.
+
+        Their weights W are `(blocks, B, K, r, d)`.
+        """
+        powers, places = zip(*(self._inverse_root[i] for i in indices), strict=True)
+        power = powers[0]
+        if places != tuple(range(len(power.on_leading))):
+            power = power[list(places)]
+        return power.square_form(weights)
 
     def to_matrix(self, exponent: float = 1) -> Tensor:
         """Make the dense matrix of `self ** exponent`; for tests."""

@@ -209,7 +209,9 @@ def features_of(la: Posterior, inputs: Any) -> tuple[Tensor, Tensor]:
     Call it within a session.
     """
     logits, hidden = logits_and_hidden_states(la.model, inputs)
-    features = la.task.predicted.features(logits)
+    features = logits
+    if not la.task.has_noise:
+        features = la.task.class_logits(logits).log_softmax(-1).flatten(1)
     if hidden is not None:
         features = torch.cat([hidden, features], dim=-1)
     return logits, features.to(la.blocks[0].statistics_dtype)

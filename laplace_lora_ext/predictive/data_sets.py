@@ -139,7 +139,7 @@ def over_examples(
     # A list is one of batches.
     is_indexed = hasattr(x, "__getitem__") and hasattr(x, "__len__")
     is_data_set = collate_fn is not None or (is_indexed and not isinstance(x, list))
-    is_own = False  # a rank's own batches are no other rank's business
+    is_own = False  # whether the batches are this rank's alone
     if is_data_set:
         # Ranks that share a model must make equally many passes.
         n_batches = 1 if count() > 1 else _BATCHES_AT_ONCE

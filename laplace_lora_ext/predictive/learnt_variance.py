@@ -233,7 +233,7 @@ def ridge(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
     s_k² / (s_k² + penalty)` is the leverage with a free intercept.
     """
     U, s, Vt = torch.linalg.svd(X, full_matrices=False)
-    # Next to the smallest penalty, what rounding makes of 0 is nothing.
+    # Squares that should be 0 are, after rounding, far below the smallest penalty.
     squares = s.square()
     # The targets in the span of the features, and what no features explain.
     along = U.mT @ Y

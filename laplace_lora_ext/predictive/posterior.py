@@ -205,8 +205,7 @@ def drawn_weights(
     la: Posterior, n_samples: int, generator: torch.Generator | None
 ) -> Iterator[Values]:
     """Draw the weights several times, as many draws at once as memory allows."""
-    n_params = sum(block.n_params for block in la.blocks)
-    at_once = max(1, _NUMBERS // n_params)
+    at_once = max(1, _NUMBERS // la.n_params)
     for start in range(0, n_samples, at_once):
         drawn = la.sample(min(at_once, n_samples - start), generator)
         yield from values_of(la.blocks, drawn)

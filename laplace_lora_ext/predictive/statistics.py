@@ -23,7 +23,7 @@ from laplace_lora_ext.predictive.posterior import (
 )
 from laplace_lora_ext.processes.shards import Columns, join_batches
 
-# Examples whose projections are weighted: moments need the memory of a copy.
+# Examples whose projections are weighted at once, which copies them.
 _AT_ONCE = 64
 
 

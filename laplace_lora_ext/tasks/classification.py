@@ -19,7 +19,7 @@ class Classification(Task):
     sees_differences = True
 
     def times_root(self, logits: Tensor, z: Tensor) -> Tensor:
-        """Multiply vectors by a root with C - 1 columns; entry m of each is ignored.
+        """Multiply vectors by a root with C - 1 columns; one entry is ignored.
 
         `H = diag(p) - p pᵀ = diag(q) (I - q qᵀ) diag(q)` with `q = √p`, and the
         projection `I - q qᵀ` is spanned by C - 1 columns of the Householder reflection

@@ -220,6 +220,14 @@ class LanguageModeling(TokenClassification):
     writes = True
     # Others can't draw the tokens of a text.
     structures = ("lowrank_kron",)
+    # The exact Fisher would take a backward pass for each word of the vocabulary. What
+    # two tokens of a text add to its gradient has nearly all of the noise, which signs
+    # have too: one label for each token is enough.
+    backend_defaults: Mapping[str, Any] = {
+        "stochastic": True,
+        "draws": "labels",
+        "num_samples": 1,
+    }
 
     @property
     def predicted(self) -> Task:
@@ -234,7 +242,7 @@ class LanguageModeling(TokenClassification):
         model: LogitsModel,
         y: Tensor,
         seeds: Callable[[Tensor], Seeds],
-        numbers: Callable[[int], Tensor],
+        numbers: Callable[[], Tensor],
     ) -> Objective:
         """End in log-probabilities of tokens' own labels, and of drawn ones.
 
@@ -245,8 +253,7 @@ class LanguageModeling(TokenClassification):
         its tokens' exact Fishers, for the price of one backward pass.
         """
         assert isinstance(model, TokensModel)
-        of_data = y[y != IGNORED]
-        labels = LabelsOfTokens(of_data, numbers(len(of_data)))
+        labels = LabelsOfTokens(y[y != IGNORED], numbers())
 
         def log_probs(batch: Any, own: Tensor | None) -> Tensor:
             rows = slice(None) if own is None else own
@@ -261,16 +268,6 @@ class LanguageModeling(TokenClassification):
             return Seeds(vectors, weights), -outputs[:, 0].sum()
 
         return Objective(log_probs, seeds_and_loss)
-
-    def backend_kwargs(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Draw one label for each token, unless the user says otherwise.
-
-        The exact Fisher would take a backward pass for each word of the vocabulary.
-        What two tokens of a text add to its gradient has nearly all of the noise, which
-        signs have too.
-        """
-        options = super().backend_kwargs(given)
-        return {"stochastic": True, "draws": "labels", "num_samples": 1, **options}
 
     def check_linearised(self) -> None:
         raise NotImplementedError(

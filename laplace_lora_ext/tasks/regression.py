@@ -18,9 +18,6 @@ class Regression(Task):
     name_for_host = "regression"
     has_noise = True
 
-    def features(self, logits: Tensor) -> Tensor:
-        return logits
-
     def times_root(self, logits: Tensor, z: Tensor) -> Tensor:
         return z
 

@@ -74,11 +74,6 @@ class Seeds(NamedTuple):
         """Multiply to the columns `w v` themselves, `(S, B, C)`."""
         return self.vectors * self.weights[..., None]
 
-    def fisher(self) -> Tensor:
-        """Sum the columns' outer products, `(B, C, C)`."""
-        columns = self.dense()
-        return torch.einsum("sbc,sbk->bck", columns, columns)
-
 
 def scaled_seeds(columns: Tensor, over: tuple[int, ...] = (2,)) -> Seeds:
     """Scale columns `(S, B, C)` to a largest entry of 1 over some dimensions."""
@@ -129,6 +124,8 @@ class Task:
         whether these are the words of a vocabulary
     structures : tuple of str
         the values of `hessian_structure` that it works with
+    backend_defaults : mapping
+        options of a curvature, where the user names no others
     """
 
     name: str
@@ -139,6 +136,7 @@ class Task:
     has_tokens = False
     writes = False
     structures: tuple[str, ...] = ("lowrank_kron", "kron", "diag", "full")
+    backend_defaults: Mapping[str, Any] = {}
 
     # --- predictions ------------------------------------------------------------------
 
@@ -158,10 +156,6 @@ class Task:
     def shown(self, probabilities: Tensor) -> Tensor:
         """Take what a user reads of the probabilities of classes."""
         return probabilities
-
-    def features(self, logits: Tensor) -> Tensor:
-        """Make numbers `(N, p)` of logits that variances are learnt from."""
-        return self.class_logits(logits).log_softmax(-1).flatten(1)
 
     # --- the Fisher -------------------------------------------------------------------
 
@@ -220,12 +214,12 @@ class Task:
         model: LogitsModel,
         y: Tensor,
         seeds: Callable[[Tensor], Seeds],
-        numbers: Callable[[int], Tensor],
+        numbers: Callable[[], Tensor],
     ) -> Objective:
         """Choose what the passes of a batch with labels end in.
 
-        `seeds` takes logits. `numbers` takes a number N of tokens, and draws numbers
-        `(S, N)` that choose among their labels.
+        `seeds` takes logits. `numbers` draws numbers `(S, N)` that choose among the
+        labels of N tokens.
         """
 
         def seeds_and_loss(logits: Tensor) -> tuple[Seeds, Tensor]:
@@ -270,23 +264,7 @@ class Task:
         """
         raise NotImplementedError
 
-    # --- options ----------------------------------------------------------------------
-
-    def backend_kwargs(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Complete the user's options of a backend, and refuse unsuitable ones."""
-        if self.has_tokens and given.get("kfac_approx", "gradient") != "gradient":
-            raise NotImplementedError(
-                f'{self.name} works with kfac_approx="gradient" only.'
-            )
-        return dict(given)
-
-    def check_structure(self, structure: str) -> None:
-        """Refuse a structure of the curvature that does not know this task."""
-        if structure not in self.structures:
-            raise ValueError(
-                f'The likelihood "{self.name}" has no hessian_structure={structure!r}: '
-                f"use one of {list(self.structures)}."
-            )
+    # --- refused ----------------------------------------------------------------------
 
     def check_linearised(self) -> None:
         """Refuse predictions of the linearised model where outputs are too many."""

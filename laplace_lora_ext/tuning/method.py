@@ -196,13 +196,13 @@ class TuningMethod:
 
         Its shape is `(1,)`, `(blocks,)` or `(parameters,)`.
         """
-        blocks = la.members[0].blocks
+        first = la.members[0]
         start = as_tensor(self.init_prior_prec).detach()
         # Several numbers are of the structure that they have.
         if start.numel() == 1 and self.prior_structure == "layerwise":
-            start = start.expand(len(blocks))
+            start = start.expand(len(first.blocks))
         elif start.numel() == 1 and self.prior_structure == "diag":
-            start = start.expand(sum(block.n_params for block in blocks))
+            start = start.expand(first.n_params)
         # Raises if it is not above 0, or the curvature lacks this structure.
         la.prior_precision = start
         return la.prior_precision.detach().double()

@@ -1,4 +1,4 @@
-"""The host's curvature interface: how many passes, which curvature, which settings."""
+"""Seeds of a curvature: how many passes, which curvature, which settings."""
 
 from typing import Any
 
@@ -119,7 +119,7 @@ def test_a_batch_takes_so_many_backward_passes(
     n_outputs, likelihood, settings, n_passes
 ):
     backend = backend_of(plain_model(n_outputs), likelihood, **settings)
-    seeds = backend.seeds(torch.zeros(3, n_outputs))
+    seeds = backend.seeds(torch.zeros(3, n_outputs), torch.arange(3))
     assert len(seeds.vectors) == n_passes
 
 

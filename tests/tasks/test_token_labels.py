@@ -63,7 +63,7 @@ def test_pictures_of_labels_of_tokens_are_refused():
 def test_signs_are_drawn_by_default_and_take_two_passes():
     """A text costs its passes once for all of its tokens."""
     backend = fitted(**full_rank()).backend
-    seeds = backend.seeds(torch.zeros(5, N_CLASSES))
+    seeds = backend.seeds(torch.zeros(5, N_CLASSES), torch.zeros(5).long())
     assert seeds.vectors.shape == (2, 5, N_CLASSES)
     assert seeds.weights.shape == (2, 1)
 
