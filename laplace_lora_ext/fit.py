@@ -10,12 +10,11 @@ from math import log
 from typing import Any
 
 import torch
-import tqdm
 from torch import Tensor
 
 from laplace_lora_ext.curvature.accumulation import Structure
 from laplace_lora_ext.messages import naming, warn
-from laplace_lora_ext.models.batches import named_batches
+from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.same_model import (
     ModelState,
     Standing,
@@ -196,9 +195,6 @@ class Sums:
     n_outputs: int = 0
     # Indices of the blocks whose layers any batch called.
     called: frozenset[int] = frozenset()
-    # For warnings at the end.
-    answered: float = 0.0  # probability of all answers together, summed over texts
-    n_texts: int = 0  # that have answers
     class_counts: ClassCounts = field(default_factory=ClassCounts)
 
     def plus(self, other: Sums) -> Sums:
@@ -210,21 +206,11 @@ class Sums:
             # Who has no data has made no pass that would tell.
             n_outputs=max(self.n_outputs, other.n_outputs),
             called=self.called | other.called,
-            answered=self.answered + other.answered,
-            n_texts=self.n_texts + other.n_texts,
             class_counts=self.class_counts + other.class_counts,
         )
 
     def warn(self) -> None:
-        """Warn of rare answers, and of a loss that is no better than chance."""
-        if self.n_texts and self.answered < _LITTLE * self.n_texts:
-            warn(
-                "The tokens class_token_ids have only "
-                f"{100 * self.answered / self.n_texts:.2g} % of the model's "
-                "probability together: does it write the answers with other tokens, "
-                "such as those with a space in front? (If it was trained on these "
-                "tokens' logits alone, all is well.)"
-            )
+        """Warn of a loss that is no better than chance."""
         loss, chance = self.loss.item(), loss_of_chance(self.class_counts)
         if 0 < _GUESS * chance <= loss:
             warn(
@@ -289,40 +275,48 @@ def _own_sums(
     share: Share, structure: Structure, start: Any, n_before: int, progress_bar: bool
 ) -> Sums:
     """Sum the batches of this rank's share, from `start` on."""
-    model, used = structure.recorder.model, structure.recorder.layouts.used
+    model, used = structure.recorder.model, structure.recorder.taps.used
     used.clear()
     loss = torch.zeros((), device=model.device, dtype=torch.float64)
     sums = Sums(start, loss)
-    progress = tqdm.tqdm(
-        desc="[Computing Hessian]",
-        unit=" examples",
-        total=share.size,
-        disable=not progress_bar or rank() > 0,
-    )
-    with progress as bar:
-        for name, batch in named_batches(share.loader):
-            share.show(batch)
-            with naming(name):
-                X, y = model.split(batch)
-                examples = n_before + share.places(len(y))
-                n_new = len(examples)
-                # Ranks wait for each other's passes: some count nowhere.
-                numbers = examples if n_new else torch.zeros(len(y), dtype=torch.long)
-                owners = model.owners(batch)
-                of_rows = numbers if owners is None else numbers[owners.cpu()]
-                with model.answers.weighing() as answered:
-                    loss, curvature = structure.add(sums.curvature, X, y, of_rows)
-                if n_new:
-                    of_batch = Sums(
-                        curvature,
-                        loss,
-                        n_new,
-                        model.output_size,
-                        # One tensor at most, of the batch's first pass.
-                        answered=sum(of_texts.sum().item() for of_texts in answered),
-                        n_texts=sum(map(len, answered)),
-                        class_counts=structure.task.class_counts(y),
-                    )
-                    sums = sums.plus(of_batch)
-            bar.update(n_new)
+    is_first = True
+    for name, batch in share.batches("[Computing Hessian]", progress_bar):
+        with naming(name):
+            X, y = model.split(batch)
+            if is_first:
+                warn_of_rare_answers(model, X)
+            is_first = False
+            examples = n_before + share.places(len(y))
+            n_new = len(examples)
+            # Ranks wait for each other's passes: some count nowhere.
+            numbers = examples if n_new else torch.zeros(len(y), dtype=torch.long)
+            owners = model.owners(batch)
+            of_rows = numbers if owners is None else numbers[owners.cpu()]
+            loss, curvature = structure.add(sums.curvature, X, y, of_rows)
+            if n_new:
+                of_batch = Sums(
+                    curvature,
+                    loss,
+                    n_new,
+                    model.output_size,
+                    class_counts=structure.task.class_counts(y),
+                )
+                sums = sums.plus(of_batch)
     return replace(sums, called=frozenset(used))
+
+
+def warn_of_rare_answers(model: LogitsModel, inputs: Any) -> None:
+    """Warn where a language model hardly ever answers with its classes' tokens."""
+    if model.class_token_ids is None:
+        return
+    with model.forward_passes():
+        log_p = model.log_probs(inputs)
+    *of_answers, _ = log_p.exp().mean(0).tolist()
+    answered = sum(of_answers)
+    if answered < _LITTLE:
+        warn(
+            f"The tokens class_token_ids have only {100 * answered:.2g} % of the "
+            "model's probability together: does it write the answers with other "
+            "tokens, such as those with a space in front? (If it was trained on these "
+            "tokens' logits alone, all is well.)"
+        )

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from laplace.curvature import CurvatureInterface
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import laplace_lora_ext.saving as saving
 from laplace_lora_ext.curvature.accumulation import Structure
-from laplace_lora_ext.curvature.backend import LowRankKronGGN
 from laplace_lora_ext.fit import Fit, fit
 from laplace_lora_ext.messages import check_count, check_name, check_positive, warn
 from laplace_lora_ext.models.choices import class_tokens
@@ -252,11 +252,11 @@ class LoRALaplace(Posterior, Predictor):
         # These may have a number for each block, and the host counts whole parameters.
         priors = {name: kwargs.pop(name) for name in _PRIORS if name in kwargs}
         options = {**self.task.backend_defaults, **(backend_kwargs or {})}
-        backend: Any = self._kind_of_structure.backend_type
-        if backend is LowRankKronGGN:
-            options = {"recorder": self.recorder, **options}
-        else:
+        backend = self._kind_of_structure.backend_type
+        if issubclass(backend, CurvatureInterface):  # the host's own
             check_known_to_host(self.blocks)
+        else:
+            options = {"recorder": self.recorder, **options}
         with self._prepared():  # the host collects the parameters that require grad
             super().__init__(
                 self.model,

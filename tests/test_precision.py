@@ -115,7 +115,7 @@ def test_all_but_the_models_own_passes_is_computed_as_without_autocast(
     model = lora_model("bert", torch.float32)
     model.forward = torch.autocast("cpu", enabled=False)(model.forward)
     la = posterior(model=model, structure=structure)
-    la.recorder.layouts.examples_apart = examples_apart
+    la.recorder.taps.examples_apart = examples_apart
     batches = ragged_batches()
     batch, *_ = batches
     # Where the variance tells.

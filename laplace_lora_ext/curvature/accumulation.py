@@ -22,7 +22,7 @@ from laplace_lora_ext.curvature.decomposed import LowRankKronDecomposed, diagona
 from laplace_lora_ext.curvature.kron import KroneckerBlock, StreamingUpdates
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.weights import check_in_place, read
-from laplace_lora_ext.passes.graph import Rows, tapped
+from laplace_lora_ext.passes.graph import Rows
 from laplace_lora_ext.passes.recorder import Recorder, Rounds
 from laplace_lora_ext.tasks.task import Task
 
@@ -206,10 +206,11 @@ class KronStructure(HostStructure):
         return Kron.init_from_model(weights, *self.recorder.places[0])
 
     def _of_batch(self, x: Any, y: Tensor, examples: Tensor) -> tuple[Tensor, Kron]:
-        model, blocks = self.recorder.model, self.recorder.blocks
-        with model.prepared([block.weight for block in blocks]), torch.enable_grad():
+        model, taps = self.recorder.model, self.recorder.taps
+        weights = [block.weight for block in self.recorder.blocks]
+        with model.prepared(weights), torch.enable_grad():
             # Checks logits and gradients, and learns which layers are called.
-            with tapped(model, blocks, self.recorder.layouts) as taps:
+            with taps.on_layers():
                 logits = taps.run(lambda batch, _: model(batch), x).logits.detach()
             # A copy, since autograd can't save labels of inference mode.
             targets = self.task.check_targets(y.clone(), logits)

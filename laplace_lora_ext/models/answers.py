@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -53,7 +53,6 @@ class Answers:
         self._transformer = transformer
         self._first_tokens = first_tokens  # which the answers begin with
         self.decodes = transformer is not None and transformer.config.is_encoder_decoder
-        self._weighed: list[Tensor] | None = None  # see `weighing`
 
     def rows(self, inputs: Any) -> Any:
         """Return the texts that the model reads, a row or several for each example."""
@@ -61,12 +60,7 @@ class Answers:
 
     def logits(self, inputs: Any, call: Call) -> Tensor:
         """Compute logits `(B, C)`."""
-        logits, at_first = self._scores(inputs, call)
-        weighed = self._weighed
-        if self._first_tokens and weighed is not None and not weighed:
-            of_first, _ = divided(at_first.detach(), self._first_tokens)
-            weighed.append(of_first.exp().sum(-1))
-        return logits
+        return self._scores(inputs, call)[0]
 
     def log_probs(self, inputs: Any, call: Call) -> Tensor:
         """Compute log-probabilities `(B, C + 1)` of `class_token_ids`, and all else.
@@ -74,8 +68,13 @@ class Answers:
         All else are texts that begin with other tokens than any answer.
         """
         logits, at_first = self._scores(inputs, call)
-        of_first, of_others = divided(at_first, self._first_tokens)
-        of_any_answer = of_first.logsumexp(-1, keepdim=True)
+        of_vocabulary = in_full(at_first).log_softmax(-1)
+        first = torch.tensor(self._first_tokens, device=of_vocabulary.device)
+        of_any_answer = of_vocabulary[:, first].logsumexp(-1, keepdim=True)
+        # Summed, rather than taken from 1, which cancels digits where the answers are
+        # all but certain.
+        others = of_vocabulary.index_fill(1, first, -torch.inf)
+        of_others = others.logsumexp(-1, keepdim=True)
         log_p = in_full(logits).log_softmax(-1) + of_any_answer
         return torch.cat([log_p, of_others], dim=1)
 
@@ -83,19 +82,6 @@ class Answers:
         """Compute logits `(B, C)`, and those `(B, V)` where answers begin."""
         logits = logits_of(call(inputs))
         return logits, logits
-
-    @contextmanager
-    def weighing(self) -> Iterator[list[Tensor]]:
-        """Yield the probability `(B,)` of all answers, from the first pass within.
-
-        Of answers of several tokens that of their first ones counts. Later passes may
-        be of other examples, or within `torch.func.vmap`.
-        """
-        self._weighed = weighed = []
-        try:
-            yield weighed
-        finally:
-            self._weighed = None
 
 
 class AnswerTokens(Answers):
@@ -142,19 +128,6 @@ class AnswerTokens(Answers):
                 f"of the batch have {is_mask.sum(-1).tolist()}."
             )
         return is_mask.int().argmax(-1)
-
-
-def divided(logits: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Divide log-probabilities `(B, V)` into tokens' `(B, C)` and others' `(B, 1)`.
-
-    They are in float32 or better.
-    """
-    log_p = in_full(logits).log_softmax(-1)
-    ids = torch.tensor(tokens, device=log_p.device)
-    # Summed, rather than taken from 1, which cancels digits where the answers are all
-    # but certain.
-    others = log_p.index_fill(1, ids, -torch.inf)
-    return log_p[:, ids], others.logsumexp(-1, keepdim=True)
 
 
 def in_full(logits: Tensor) -> Tensor:

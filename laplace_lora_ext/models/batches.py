@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from inspect import signature
 from math import prod
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
-import tqdm
 from torch import Tensor
 from transformers import PreTrainedModel
-
-from laplace_lora_ext.processes import rank
 
 IGNORED = -100
 """transformers' label for a token that does not count."""
 
 _OF_TEXT = ("attention_mask", "inputs_embeds")
-
-
-def named_batches(
-    loader: Iterable[Any], description: str = "", progress_bar: bool = False
-) -> Iterator[tuple[str, Any]]:
-    """Yield each batch with its name for error messages."""
-    shows_bar = progress_bar and rank() == 0
-    batches = tqdm.tqdm(loader, desc=description, disable=not shows_bar)
-    for index, batch in enumerate(batches):
-        yield f"batch {index}", batch
 
 
 def part_of(inputs: Any, place: slice, n_examples: int) -> Any:
@@ -249,15 +236,12 @@ def tokens_of(inputs: Any) -> Any:
 
 def _is_text(inputs: Mapping[str, Any], n_examples: int) -> bool:
     """Tell whether a batch has tokens, and beside them masks and the like alone."""
-
-    def is_content(key: str, value: Any) -> bool:
-        if not isinstance(value, Tensor) or value.ndim < 2:
-            return False
-        is_feature = value.is_floating_point() and "mask" not in key
-        return is_feature or len(value) not in (1, n_examples)
-
-    is_mixed = any(is_content(key, value) for key, value in inputs.items())
-    return is_tokens(inputs.get("input_ids")) and not is_mixed
+    for key, value in inputs.items():
+        if isinstance(value, Tensor) and value.ndim > 1:
+            is_feature = value.is_floating_point() and "mask" not in key
+            if is_feature or len(value) not in (1, n_examples):
+                return False
+    return is_tokens(inputs.get("input_ids"))
 
 
 def logits_of(output: Any) -> Tensor:

@@ -32,7 +32,6 @@ from laplace_lora_ext.models.running import (
     Tree,
     alone,
     as_tensor,
-    cpu_as_default,
     evaluating,
     put_back,
 )
@@ -288,13 +287,13 @@ class LogitsModel(nn.Module):
         Where a pass would find what another one has left, they take turns.
         """
         if self.tree.is_constant and not (self._is_within() or self.has_answers):
-            together = TURNS.together(self, self._watched)
-            with together, cpu_as_default(), self._begun():
+            with TURNS.together(self, self._watched), self._begun():
                 result = compute()
                 state = self._shared_state
                 assert state is not None
                 if not state.has_changed():
                     return result
+                self._tree.leaves_state = True
         with self.running():
             return compute()
 

@@ -86,7 +86,9 @@ def find_blocks(
         blocks += _select_heads(model, adapter, modules_to_save)
     _check_linear([block for block in blocks if block.kind == "head"])
     _check_own(model, blocks)
-    return _in_order(model, blocks)
+    # As the model's parameters, whose order the host keeps to.
+    places = {id(weight): place for place, weight in enumerate(model.parameters())}
+    return sorted(blocks, key=lambda block: places[id(block.weight)])
 
 
 def adapter_layers(model: nn.Module) -> dict[str, BaseTunerLayer]:
@@ -357,12 +359,6 @@ def _check_own(model: nn.Module, blocks: Sequence[Block]) -> None:
             "Layers share weights: give each its own parameters, or leave out "
             f"{listed(shared)}."
         )
-
-
-def _in_order(model: nn.Module, blocks: Sequence[Block]) -> list[Block]:
-    """Sort blocks as the model's parameters, whose order the host keeps to."""
-    places = {id(weight): place for place, weight in enumerate(model.parameters())}
-    return sorted(blocks, key=lambda block: places[id(block.weight)])
 
 
 def _variant(layer: BaseTunerLayer, adapter: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from threading import get_ident
@@ -11,23 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from laplace_lora_ext.models.answers import first_places, logits_at, output_layer_of
+from laplace_lora_ext.models.answers import output_layer_of
 from laplace_lora_ext.models.logits_model import LogitsModel
 
 # How many calls of layers are searched for the logits: the last ones, so that few
 # activations are kept in memory.
 _LAST = 8
 
-MOST_ROWS = 1024
-"""Most rows of a vocabulary's logits that a part of a batch has."""
-
 _TOKENS = {"input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds"}
-
-Reading = Callable[[Tensor], Tensor]
-"""Takes logits `(n, V)` of some rows, and returns `(n, ...)` that is read off them."""
 
 
 # --- what it reads --------------------------------------------------------------------
@@ -134,57 +127,6 @@ class Span:
         """Mark which of the labelled ones among places `(B, T)` are of this part."""
         number = labelled.cumsum(1) - 1
         return labelled & (number >= self.first) & (number < self.first + self.size)
-
-
-def parts_of(places: Tensor) -> list[Span]:
-    """Divide the true ones of places `(N, T)`: a part has at most `MOST_ROWS`.
-
-    Of more texts N than that, a part has a place of each.
-    """
-    size = max(1, MOST_ROWS // len(places))
-    most = int(places.sum(1).max())
-    return [Span(first, size) for first in range(0, most, size)]
-
-
-def logits_of_places(
-    transformer: PreTrainedModel | None, places: Tensor, call: Callable[[], Any]
-) -> Tensor:
-    """Call a model, and return logits `(n, V)` at the true ones of `(N, T)` places."""
-    index, is_true = first_places(places)
-    logits = logits_at(transformer, index, places.shape[1], call)
-    if is_true.all():
-        return logits.flatten(0, 1)  # without a copy
-    return logits[is_true.to(logits.device)]
-
-
-def read_in_parts(
-    places: Tensor,
-    parts: Sequence[Span],
-    logits: Callable[[Span], Tensor],
-    reading: Callable[[Tensor], Reading],
-) -> Tensor:
-    """Read `(n, ...)` off logits at the true ones of `(N, T)` places; keep no logits.
-
-    `logits` takes a part, and calls the model by `LastStates`. `reading` takes an index
-    of rows, and tells how to read these. A backward pass computes the logits of one
-    part after the other anew.
-    """
-
-    def compute(part: Span, read: Reading) -> Tensor:
-        return read(logits(part))
-
-    # The layers before the output layer run here, and never again.
-    logits(Span(first=0, size=1))
-    rows: list[Tensor] = []
-    of_parts: list[Tensor] = []
-    for part in parts:
-        own = part.of(places)[places].nonzero()[:, 0]
-        of_part = checkpoint(compute, part, reading(own), use_reentrant=False)
-        rows.append(own)
-        of_parts.append(of_part)
-    in_order = torch.cat(rows).argsort()
-    read = torch.cat(of_parts)
-    return read[in_order.to(read.device)]
 
 
 class LastStates:

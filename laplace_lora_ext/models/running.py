@@ -35,7 +35,8 @@ _LARGEST = 2**16
 class Turns:
     """Lets one thread at a time change models, or several run one that nobody changes.
 
-    A thread that has its turn may take it again.
+    A thread that has its turn may take it again. Within it, tensors without a device
+    are made on the CPU.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class Turns:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Wait until no other thread is within, and keep them out."""
-        with self._left:
+        with self._left, cpu_as_default():
             if get_ident() not in self._within:
                 self._n_waiting += 1
                 self._left.wait_for(lambda: not self._within)
@@ -75,7 +76,8 @@ class Turns:
                 self._shared = model
             self._within.add(get_ident())
         try:
-            yield
+            with cpu_as_default():
+                yield
         finally:
             with self._left:
                 self._within.remove(get_ident())
@@ -87,13 +89,7 @@ class Turns:
 
 # One for all models, since a model may hold another one.
 TURNS = Turns()
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """Make other threads wait, and tensors without a device on the CPU."""
-    with TURNS.alone(), cpu_as_default():
-        yield
+alone = TURNS.alone
 
 
 def exclusive(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -148,7 +144,7 @@ class Tree:
     watched : list of nn.Module
         those whose state a pass may change: all, before the first one
     leaves_state : bool
-        whether any pass has changed what a later one would read
+        whether passes of several threads have found what another one had left
     """
 
     read_by: list[nn.Module] | None = None
@@ -291,7 +287,6 @@ def put_back(tree: Tree) -> Iterator[State]:
         if modules is tree.modules:  # all: most have nothing that a pass could change
             tree.watched = list(filter(_has_tensors, modules))
     finally:
-        tree.leaves_state |= state.has_changed()
         state.put_back()
 
 
@@ -359,29 +354,24 @@ def _has_tensors(module: nn.Module) -> bool:
 
 
 @contextmanager
-def checkpointing(tree: Tree) -> Iterator[None]:
-    """Checkpoint the layers of a model that its training checkpoints, within.
+def checkpointing(tree: Tree) -> Iterator[list[Any]]:
+    """Checkpoint the layers of a model that its training checkpoints, and list them.
 
     They keep their inputs alone, and the rest is computed anew backwards. transformers
     does so in training mode alone, where dropout and whatever else a layer does in
     training would change the logits. Here the layers stay in evaluation mode, and the
     model's own choice of `use_reentrant` does not matter.
     """
-    layers = checkpointed_layers(tree)
+    layers = [layer for layer in tree.layers if layer.gradient_checkpointing]
     # Others, such as accelerate, may have put a function of their own in its place.
     before = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     try:
-        yield
+        yield layers
     finally:
         for layer, forward in zip(layers, before, strict=True):
             if forward is None:
                 del layer.forward
             else:
                 layer.forward = forward
-
-
-def checkpointed_layers(tree: Tree) -> list[Any]:
-    """List the layers that a model's training checkpoints now."""
-    return [layer for layer in tree.layers if layer.gradient_checkpointing]

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from laplace_lora_ext.messages import check_name
-from laplace_lora_ext.models.batches import is_real, named_batches, text_config
+from laplace_lora_ext.models.batches import is_real, text_config
 from laplace_lora_ext.models.logits_model import LogitsModel
 
 # The share of a text's tokens that are swapped.
@@ -31,7 +31,7 @@ def swapping(
     """
     check_name("unlabelled", name, ["swapped"])
     texts: list[Tensor] = []
-    for _, batch in named_batches(loader):
+    for batch in loader:
         text = model.text(batch)
         if text is not None:
             rows = zip(text["input_ids"], is_real(text), strict=True)

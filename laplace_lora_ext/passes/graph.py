@@ -6,9 +6,9 @@ A backward pass brings each block its rows. Here it is proven which are whose.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.batches import Positions
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.running import checkpointed_layers, checkpointing
+from laplace_lora_ext.models.running import checkpointing
 from laplace_lora_ext.models.weights import Block, read, without_rows
 
 # Rows that a backward pass should have: with fewer, products leave the machine half
@@ -31,27 +31,6 @@ _ROWS = 512
 Outputs = Callable[[Any, Tensor | None], Tensor]
 """Computes what is back-propagated from, `(N, C)`: of a batch, or of one of its
 examples, whose rows `(N,)` booleans mark."""
-
-
-@dataclass
-class Layouts:
-    """What passes have learnt of a model, so that later ones need not."""
-
-    # The size of the largest batch that proved a layer's rows to be each example's own,
-    # by the layer's site and by how many times it was called.
-    proven: dict[tuple[str, int], int] = field(default_factory=dict)
-    # Rows of some batch were not each example's own, or none are seen.
-    examples_apart: bool = False
-    # Whether several seeds can share a pass: no kernel refuses `torch.func.vmap`. None
-    # before the first of such passes.
-    is_batchable: bool | None = None
-    # Whether examples have the same logits in parts of a batch. None before the first
-    # batch in parts.
-    is_divisible: bool | None = None
-    # Indices of the blocks that passes have used, since whoever asks emptied it: whose
-    # layers were called with a graph, or whose whole gradient there is.
-    used: set[int] = field(default_factory=set)
-    has_warned: bool = False  # of what whole gradients cost
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,25 +121,76 @@ class _Tap(torch.autograd.Function):
 
 
 class Taps:
-    """Hooks on the blocks' layers, which note calls and tap their outputs."""
+    """Hooks on the blocks' layers, and what passes through them have shown so far.
 
-    def __init__(
-        self, model: LogitsModel, blocks: Sequence[Block], layouts: Layouts
-    ) -> None:
+    Attributes
+    ----------
+    model : LogitsModel
+    blocks : list of Block
+    without_rows : list of Block
+        those of whose rows no hook sees anything; if there is one, whole gradients are
+        taken of all
+    anchor : torch.Tensor
+        what all backward passes are asked for. Weights of layers that are called
+        require no gradient, and a pass goes no further than it must
+    are_checkpointed : bool
+        whether any layers are computed anew in backward passes
+    receive : callable or None
+        takes what a tap hands on, in the backward pass that runs now
+    proven : dict
+        size of the largest batch that proved a layer's rows to be each example's own,
+        by the layer's site and by how many times it was called
+    examples_apart : bool
+        whether rows of some batch were not each example's own, or none are seen
+    is_batchable : bool or None
+        whether several seeds can share a pass: no kernel refuses `torch.func.vmap`.
+        None before the first of such passes
+    is_divisible : bool or None
+        whether examples have the same logits in parts of a batch. None before the first
+        batch in parts
+    used : set of int
+        indices of the blocks that passes have used, since whoever asks emptied it:
+        whose layers were called with a graph, or whose whole gradient there is
+    has_warned : bool
+        of what whole gradients cost
+    """
+
+    anchor: Tensor
+    are_checkpointed: bool
+    receive: Callable[[int, Tensor, Tensor], None] | None = None
+    is_batchable: bool | None = None
+    is_divisible: bool | None = None
+    has_warned = False
+    # Shapes of what each layer's calls returned, without its size, in the forward pass
+    # that runs now.
+    _calls: list[list[torch.Size]] | None = None
+    _is_called = False
+
+    def __init__(self, model: LogitsModel, blocks: list[Block]) -> None:
         self.model = model
         self.blocks = blocks
-        self.layouts = layouts
-        # Where one has no rows, whole gradients are taken of all.
         self.without_rows = without_rows(blocks)
-        # What all backward passes are asked for. Weights of layers that are called
-        # require no gradient, and a pass goes no further than it must.
+        self.proven: dict[tuple[str, int], int] = {}
+        # A whole weight's gradient is of all examples that a pass has.
+        self.examples_apart = bool(self.without_rows)
+        self.used: set[int] = set()
+
+    @contextmanager
+    def on_layers(self) -> Iterator[None]:
+        """Tap the blocks' layers within, also where they are recomputed.
+
+        Layers that the user's training checkpoints are checkpointed here too.
+        """
         self.anchor = torch.zeros((), requires_grad=True)
-        # Takes what a tap hands on: in the backward pass that runs now.
-        self.receive: Callable[[int, Tensor, Tensor], None] | None = None
-        # Shapes of what each layer's calls returned, without its size, in the forward
-        # pass that runs now.
-        self._calls: list[list[torch.Size]] | None = None
-        self._is_called = False
+        with ExitStack() as undoing:
+            for index, block in enumerate([] if self.without_rows else self.blocks):
+                # Before the user's hooks, which may change outputs.
+                tap = partial(self.tap, index)
+                handle = block.module.register_forward_hook(tap, prepend=True)
+                undoing.callback(handle.remove)
+            layers = undoing.enter_context(checkpointing(self.model.tree))
+            self.are_checkpointed = bool(layers)
+            yield
 
     def run(self, outputs: Outputs, batch: Any, own: Tensor | None = None) -> Graph:
         """Compute logits by the model; errors are those of `Recorder.record`."""
@@ -177,7 +207,7 @@ class Taps:
                 "or torch.no_grad() from the model's forward pass, and pass "
                 "use_reentrant=False where it calls torch.utils.checkpoint."
             )
-        self.layouts.used.update(i for i, of_block in enumerate(calls) if of_block)
+        self.used.update(i for i, of_block in enumerate(calls) if of_block)
         positions = self.model.positions(batch, len(logits))
         return Graph(self, logits, calls, positions, slice(None))
 
@@ -196,25 +226,6 @@ class Taps:
         if inputs.is_inference():  # autograd can't save it
             inputs = inputs.clone()
         return _Tap.apply(output, self.anchor, inputs, self, index)
-
-
-@contextmanager
-def tapped(
-    model: LogitsModel, blocks: Sequence[Block], layouts: Layouts
-) -> Iterator[Taps]:
-    """Tap the blocks' layers within, also where they are recomputed.
-
-    Layers that the user's training checkpoints are checkpointed here too.
-    """
-    taps = Taps(model, blocks, layouts)
-    with ExitStack() as undoing:
-        for index, block in enumerate([] if taps.without_rows else blocks):
-            # Before the user's hooks, which may change outputs.
-            tap = partial(taps.tap, index)
-            handle = block.module.register_forward_hook(tap, prepend=True)
-            undoing.callback(handle.remove)
-        undoing.enter_context(checkpointing(model.tree))
-        yield taps
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,28 +290,28 @@ class Graph:
         Some kernels can't run under `torch.func.vmap`, such as those that write into
         their arguments. Nor can checkpoints, which come and go.
         """
-        if checkpointed_layers(self.taps.model.tree):
+        taps = self.taps
+        if taps.are_checkpointed:
             return False
-        layouts = self.taps.layouts
-        if layouts.is_batchable is None:
+        if taps.is_batchable is None:
 
             def ignore(*_: Any) -> None:
                 pass
 
             try:
                 self._pass(vectors[:2], ignore, retain_graph=True)
-                layouts.is_batchable = True
+                taps.is_batchable = True
             except RuntimeError as error:
                 # An error of the model's own is met again, one by one.
                 self._pass(vectors[:1], ignore, retain_graph=True)
-                layouts.is_batchable = False
+                taps.is_batchable = False
                 reason, *_ = str(error).splitlines() or [type(error).__name__]
                 warn(
                     "The model has an operation that can't run under torch.func.vmap "
                     f"({reason}): backward passes, of which several could be made at "
                     "once, are made one by one."
                 )
-        return layouts.is_batchable
+        return taps.is_batchable
 
     def _pass(
         self,
@@ -390,7 +401,7 @@ class Graph:
             gradient = by_id[id(block.weight)]
             if gradient is not None:
                 matrices[index] = block.matrix(gradient)
-        self.taps.layouts.used.update(matrices)
+        self.taps.used.update(matrices)
         # An example reaches few experts.
         reached = read([matrix.any() for matrix in matrices.values()])
         for (index, matrix), is_reached in zip(matrices.items(), reached, strict=True):
@@ -431,9 +442,9 @@ class Graph:
 
 def _warn_of_passes(taps: Taps, n_vectors: int) -> None:
     """Say once which matrices make passes slow, and how many each example takes."""
-    if taps.layouts.has_warned:
+    if taps.has_warned:
         return
-    taps.layouts.has_warned = True
+    taps.has_warned = True
     slow = taps.without_rows
     warn(
         f"{len(slow)} of {len(taps.blocks)} matrices, such as {slow[0].name}, are of "
@@ -456,7 +467,7 @@ def is_proven(graph: Graph) -> bool:
     or more examples, and in each until every layer has had a gradient. Sizes don't tell
     what rows other batches have, such as those of images: each of them is proven.
 
-    The layouts note the size of the largest batch that proved a site. A gradient that
+    The taps note the size of the largest batch that proved a site. A gradient that
     is not finite is a `ValueError`.
     """
     positions = graph.positions
@@ -466,7 +477,7 @@ def is_proven(graph: Graph) -> bool:
         return True
     if graph.taps.without_rows:
         return False
-    blocks, proven = graph.taps.blocks, graph.taps.layouts.proven
+    blocks, proven = graph.taps.blocks, graph.taps.proven
     size = n_examples.bit_length()  # 2 for 2 and 3 examples, 3 for 4 to 7, and so on
     is_known = True
     lasting: set[int] = set()  # blocks

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,23 +20,15 @@ from laplace_lora_ext.models.batches import (
     part_of,
 )
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.weights import (
-    Block,
-    Place,
-    check_in_place,
-    read,
-    without_rows,
-)
+from laplace_lora_ext.models.weights import Block, Place, check_in_place, read
 from laplace_lora_ext.passes.graph import (
     Graph,
-    Layouts,
     Outputs,
     Rows,
     Take,
     Taps,
     is_proven,
     non_finite_gradients,
-    tapped,
 )
 from laplace_lora_ext.tasks.task import Seeds
 
@@ -133,13 +124,14 @@ class Rounds:
 class Recording:
     """A batch whose blocks' layers are recorded; `Recorder.record` makes it.
 
-    Nothing is added to any `.grad`. Where examples come one at a time, all blocks are
-    passed back through for one of them before the next one is recorded.
+    It is passed back through once, and nothing is added to any `.grad`. Where examples
+    come one at a time, all blocks are passed back through for one of them before the
+    next one is recorded.
     """
 
     logits: Tensor  # (N, C)
     positions: Positions
-    _graphs: Callable[[], Iterable[Graph]]
+    _graphs: Iterable[Graph]
 
     def backward(
         self,
@@ -152,7 +144,7 @@ class Recording:
 
         Without autocast, as is what `take` computes.
         """
-        for graph in self._graphs():
+        for graph in self._graphs:
             with torch.autocast(vectors.device.type, enabled=False):
                 graph.back_propagate(vectors, take, weights=weights, at_once=at_once)
             del graph  # before the next one is recorded
@@ -167,15 +159,14 @@ class Recorder:
     ----------
     model : LogitsModel
     blocks : list of Block
-    layouts : Layouts
-        what passes have shown of the model so far
+    taps : Taps
+        on the blocks' layers, with what passes have shown of the model so far
     """
 
     def __init__(self, model: LogitsModel, blocks: Sequence[Block]) -> None:
         self.model = model
         self.blocks = list(blocks)
-        # A whole weight's gradient is of all examples that a pass has.
-        self.layouts = Layouts(examples_apart=bool(without_rows(blocks)))
+        self.taps = Taps(model, self.blocks)
 
     @property
     def places(self) -> list[Place]:
@@ -203,8 +194,9 @@ class Recorder:
         requires grad. A `RuntimeError` if the logits carry no gradient to the layers
         that were called; a `ValueError` if a number is not finite.
         """
+        taps = self.taps
         weights: list[Tensor] = []  # to be differentiated in
-        if without_rows(self.blocks):
+        if taps.without_rows:
             check_in_place(self.blocks, "A gradient in a whole matrix")
             weights = [block.weight for block in self.blocks]
         # Hooks come last, when `prepared` makes other threads wait: these must not be
@@ -213,65 +205,54 @@ class Recorder:
             self.model.prepared(weights),
             torch.inference_mode(False),
             torch.enable_grad(),
-            tapped(self.model, self.blocks, self.layouts) as taps,
+            taps.on_layers(),
         ):
-            layouts = self.layouts
             # What one batch showed holds for the model. A single example needs no
             # proof.
-            if not layouts.examples_apart or number_of_rows(batch) == 1:
+            if not taps.examples_apart or number_of_rows(batch) == 1:
                 graph = taps.run(outputs, batch)
                 if is_proven(graph):
                     assert graph.positions is not None
-                    graphs = partial(iter, [graph])
-                    yield Recording(graph.logits, graph.positions, graphs)
+                    yield Recording(graph.logits, graph.positions, [graph])
                     return
                 del graph
-                layouts.examples_apart = True
+                taps.examples_apart = True
             with torch.no_grad():
                 logits = outputs(batch, None)
             positions = self.model.positions(batch, len(logits))
-            graphs = partial(self._one_at_a_time, taps, batch, logits, outputs)
+            graphs = self._one_at_a_time(batch, logits, positions, outputs)
             yield Recording(logits, positions, graphs)
 
     def _one_at_a_time(
-        self, taps: Taps, batch: Any, logits: Tensor, outputs: Outputs
+        self, batch: Any, logits: Tensor, positions: Positions, outputs: Outputs
     ) -> Iterator[Graph]:
         """Record each example by itself, or within the batch if its logits differ."""
         of_batch = None
-        for number, example, own in self._examples(batch, logits):
+        n_examples = positions.n_examples
+        itself = torch.eye(n_examples, dtype=torch.bool, device=logits.device)
+        # `(N,)` booleans mark an example's own logits.
+        for number, own in enumerate(positions.logits_of(itself)):
+            if not own.any():  # a text without a label
+                continue
+            place = slice(number, number + 1)
+            example = part_of(batch, place, n_examples)
             graph = None
             # The other examples' logits are the batch's own, and can't make a
             # difference.
             alone = logits.detach().clone()
             try:
-                graph = taps.run(outputs, example, own)
+                graph = self.taps.run(outputs, example, own)
                 alone[own] = graph.logits.detach()
             except _NO_EXAMPLE:  # it may only exist in the batch
                 alone.fill_(torch.nan)
-            place = slice(number, number + 1)
             if graph is not None and self.model.agree(logits.detach(), alone):
                 yield replace(graph, examples=place, own=own)
             else:
                 # As where a model normalises a batch: the example is not the same
                 # alone. One graph of the batch serves all such examples.
-                of_batch = of_batch or taps.run(outputs, batch)
+                of_batch = of_batch or self.taps.run(outputs, batch)
                 yield replace(of_batch, positions=None, examples=place, own=own)
             del graph  # before the next example is recorded
-
-    def _examples(
-        self, batch: Any, logits: Tensor
-    ) -> Iterator[tuple[int, Any, Tensor]]:
-        """Take a batch with these logits apart; texts without a label are left out.
-
-        An example has a number, inputs, and `(N,)` booleans that mark its own logits.
-        """
-        positions = self.model.positions(batch, len(logits))
-        n_examples = positions.n_examples
-        itself = torch.eye(n_examples, dtype=torch.bool, device=logits.device)
-        for number, own in enumerate(positions.logits_of(itself)):
-            if own.any():
-                place = slice(number, number + 1)
-                yield number, part_of(batch, place, n_examples), own
 
     def check_called(self, called: Collection[int]) -> None:
         """Refuse a fit whose layers were never called, and so have no curvature."""
@@ -439,7 +420,7 @@ class Recorder:
             n_rows is None
             or n_examples not in (None, n_rows)
             or is_empty
-            or self.layouts.is_divisible is False  # an earlier batch has shown it
+            or self.taps.is_divisible is False  # an earlier batch has shown it
         ):
             return [evaluate(batch, slice(None))]
         rows_of_example = n_outputs * (number_of_tokens(batch) or 1)
@@ -453,20 +434,18 @@ class Recorder:
             most_examples = logits_at_once // most_logits
         at_most = min(self._rows_at_once // max(1, rows_of_example), most_examples)
 
-        def of_part(part: Any, place: slice) -> list[Any]:
-            if owners is None:
-                return [evaluate(part, place)]
-            some = _labelled_in_turn(model, part, logits_at_once)
-            return [evaluate(each, place) for each in some]
-
         n_parts = math.ceil(n_rows / max(1, at_most))
         size = math.ceil(n_rows / n_parts)  # all are about as large
-        if size == n_rows:  # one part is the whole batch, and can't differ from it
-            return of_part(batch, slice(0, n_rows))
         results: list[Any] = []
         for first in range(0, n_rows, size):
             place = slice(first, min(first + size, n_rows))
-            found = of_part(part_of(batch, place, n_rows), place)
+            part = batch if size == n_rows else part_of(batch, place, n_rows)
+            in_turn = [part]
+            if owners is not None:
+                in_turn = _labelled_in_turn(model, part, logits_at_once)
+            found = [evaluate(each, place) for each in in_turn]
+            if size == n_rows:  # the whole batch can't differ from itself
+                return found
             n_logits = place.stop - place.start
             if owners is not None:
                 is_in_part = (owners >= place.start) & (owners < place.stop)
@@ -474,12 +453,12 @@ class Recorder:
             if sum(len(result.f_mu) for result in found) != n_logits:
                 return [evaluate(batch, slice(None))]
             results += found
-        if self.layouts.is_divisible is None:  # the first batch in parts tells
+        if self.taps.is_divisible is None:  # the first batch in parts tells
             f_mu = torch.cat([result.f_mu for result in results])
             with model.forward_passes():
                 whole = model(batch)
-            self.layouts.is_divisible = model.agree(whole, f_mu.to(whole))
-        return results if self.layouts.is_divisible else [evaluate(batch, slice(None))]
+            self.taps.is_divisible = model.agree(whole, f_mu.to(whole))
+        return results if self.taps.is_divisible else [evaluate(batch, slice(None))]
 
 
 def _labelled_in_turn(model: LogitsModel, batch: Any, n_rows: int) -> Iterator[Any]:

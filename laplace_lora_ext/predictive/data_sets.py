@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
 from laplace_lora_ext.messages import naming
-from laplace_lora_ext.models.batches import IGNORED, named_batches
+from laplace_lora_ext.models.batches import IGNORED
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.processes import count, together
@@ -90,8 +90,7 @@ def batch_by_batch(
     All parts of a result have equally many rows. Batches of which no example is to
     count, since they only keep the ranks' passes alike, yield nothing.
     """
-    for name, batch in named_batches(share.loader, description, progress_bar):
-        share.show(batch)
+    for name, batch in share.batches(description, progress_bar):
         with naming(name):
             of_rows = None if owners is None else owners(batch)
             # Also of a batch that counts nowhere: ranks that share a model pass over it

@@ -18,6 +18,7 @@ from zlib import crc32
 
 import numpy as np
 import torch
+import tqdm
 from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
@@ -60,7 +61,7 @@ class Share:
         self._dealt_places: list[Tensor] = []  # of each batch's examples
         self._n_batches = 0  # that `places` was asked for
         self._n_rows = 0
-        self._inputs = 0  # a sum over all rows that it was shown
+        self._inputs = 0  # a sum over all rows so far
         if self.is_dealt:
             self._deal(loader)
 
@@ -119,10 +120,16 @@ class Share:
             )
         return places
 
-    def show(self, batch: Any) -> None:
-        """Show it a batch, by which it knows ranks with the same data."""
-        if count() > 1 and not self.is_dealt:
-            self._inputs += _sum_of_rows(batch)
+    def batches(
+        self, description: str, progress_bar: bool
+    ) -> Iterator[tuple[str, Any]]:
+        """Pass over the share: yield each batch, with its name for error messages."""
+        shows_bar = progress_bar and rank() == 0
+        bar = tqdm.tqdm(self.loader, desc=description, disable=not shows_bar)
+        for index, batch in enumerate(bar):
+            if count() > 1 and not self.is_dealt:  # for `refuse_copies`
+                self._inputs += _sum_of_rows(batch)
+            yield f"batch {index}", batch
 
     def refuse_copies(self) -> None:
         """Refuse ranks that were given the same data; dealt ones are never copies."""
@@ -166,8 +173,13 @@ def examples_of(loader: Any) -> Tensor:
     """Return the indices `(N,)` of the examples that a pass over a loader gives.
 
     They are sorted, and each is there once. Other examples of the data set may be
-    validation or test data. A loader that draws gives the same ones in every call.
+    validation or test data. A loader that draws gives the same ones in every call. Of
+    draws with replacement they are all that can be drawn.
     """
+    for sampler in _samplers(loader):
+        if getattr(sampler, "replacement", False):
+            everything = torch.ones(len(loader.dataset), device="cpu")
+            return getattr(sampler, "weights", everything).cpu().nonzero().flatten()
     examples = torch.tensor(sorted(set(_indices(loader))), dtype=torch.long)
     # Ranks may draw others, where a sampler has a generator of its own kind.
     return of_first(examples) if count() > 1 and _is_divided(loader) else examples

@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
-from laplace_lora_ext.models.answers import DECODER_INPUTS, Answers, start_token
+from laplace_lora_ext.models.answers import (
+    DECODER_INPUTS,
+    Answers,
+    first_places,
+    logits_at,
+    start_token,
+)
 from laplace_lora_ext.models.batches import IGNORED, text_first
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.output_layer import (
-    LastStates,
-    Reading,
-    Span,
-    logits_of_places,
-    parts_of,
-    read_in_parts,
-)
+from laplace_lora_ext.models.output_layer import LastStates, Span
 from laplace_lora_ext.models.running import is_shared
 from laplace_lora_ext.tasks.classification import (
     CLASSIFICATION,
@@ -36,6 +36,9 @@ from laplace_lora_ext.tasks.token_labels import (
     check_places,
     refuse_answers,
 )
+
+MOST_ROWS = 1024
+"""Most rows of a vocabulary's logits that a part of a batch has."""
 
 
 @dataclass
@@ -104,7 +107,11 @@ class TokensModel(LogitsModel):
         inputs = self._inputs(batch)
         call = self._call if states is None else partial(states.call, self._call)
         call = partial(call, inputs)
-        return logits_of_places(self.transformer, labelled, call)
+        index, is_labelled = first_places(labelled)
+        logits = logits_at(self.transformer, index, labelled.shape[1], call)
+        if is_labelled.all():
+            return logits.flatten(0, 1)  # without a copy
+        return logits[is_labelled.to(logits.device)]
 
     def log_probs_of(self, batch: Any, labels: LabelsOfTokens) -> Tensor:
         """Compute log-probabilities `(N, 1 + S)` of labels of the labelled tokens.
@@ -117,14 +124,21 @@ class TokensModel(LogitsModel):
             return labels.read(self(batch))
         states = LastStates(self.transformer)
 
-        def logits(part: Span) -> Tensor:
-            return self(batch, part=part, states=states)
+        def read(part: Span, of_part: LabelsOfTokens) -> Tensor:
+            return of_part.read(self(batch, part=part, states=states))
 
-        def reading(rows: Tensor) -> Reading:
-            return labels.of(rows).read
-
+        # The layers before the output layer run here, and never again.
+        self(batch, part=Span(first=0, size=1), states=states)
         places = self.places(batch)
-        return read_in_parts(places, parts, logits, reading)
+        rows: list[Tensor] = []
+        of_parts: list[Tensor] = []
+        for part in parts:
+            own = part.of(places)[places].nonzero()[:, 0]
+            rows.append(own)
+            of_parts.append(checkpoint(read, part, labels.of(own), use_reentrant=False))
+        in_order = torch.cat(rows).argsort()
+        log_p = torch.cat(of_parts)
+        return log_p[in_order.to(log_p.device)]
 
     def split(self, batch: Any) -> tuple[Any, Tensor]:
         """Return the batch, and the tokens `(B, T)` that its logits predict."""
@@ -137,10 +151,11 @@ class TokensModel(LogitsModel):
         share are read at once, since ranks must make the same passes.
         """
         labelled = self.places(batch)
+        most_of_a_text = int(labelled.sum(1).max())
+        size = max(1, MOST_ROWS // len(labelled))
         if is_shared(self):
-            most_of_a_text = int(labelled.sum(1).max())
-            return [Span(first=0, size=most_of_a_text)]
-        return parts_of(labelled)
+            size = most_of_a_text
+        return [Span(first, size) for first in range(0, most_of_a_text, size)]
 
     def targets(self, batch: Any, part: Span | None = None) -> Tensor:
         """Return the tokens `(B, T)` that logits at each place predict, or -100.

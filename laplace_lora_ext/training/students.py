@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div
 
 from laplace_lora_ext.models.adapters import add_copy, own_adapter_back, write_adapter
-from laplace_lora_ext.models.batches import named_batches, pad_token
+from laplace_lora_ext.models.batches import pad_token
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import checkpointing, keep_derivatives
 from laplace_lora_ext.models.swapping import swapping
@@ -127,8 +127,7 @@ def _texts(
     """List batches without labels: training texts, and more."""
 
     def inputs(data: Any) -> list[Any]:
-        loader = examples.batches(data)
-        return [model.inputs(batch) for _, batch in named_batches(loader)]
+        return [model.inputs(batch) for batch in examples.batches(data)]
 
     training = inputs(examples.all)
     if unlabelled is None:

@@ -150,7 +150,7 @@ def test_each_family_has_the_outcome_of_the_table(name: str, column: str):
             case.fitted()
         return
     la = case.fitted()
-    assert la.recorder.layouts.examples_apart == (name in ONE_BY_ONE)
+    assert la.recorder.taps.examples_apart == (name in ONE_BY_ONE)
     fit = dense(case)
     if outcome == OWN_PADDING:
         # What the model says of an example depends on its padding.

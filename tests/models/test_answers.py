@@ -21,6 +21,7 @@ from tests.support.models import (
     VOCABULARY,
     OfBatches,
     built,
+    first_batch,
     lora_model,
     ragged_batches,
 )
@@ -148,14 +149,15 @@ def test_numbers_of_tokens_may_be_of_any_kind(gpt2, ids):
     ],
 )
 def test_answers_that_the_model_hardly_gives_are_warned_of_once_after_a_fit(
-    gpt2, eight_texts, structure, answers
+    gpt2, structure, answers
 ):
     la = make(gpt2, structure, class_token_ids=answers)
     with pytest.warns(UserWarning, match="have only") as caught:
         la.fit(ragged_batches())
     messages = [str(warning.message) for warning in caught]
     (message,) = [each for each in messages if "have only" in each]
-    p = of_vocabulary(gpt2)(eight_texts).softmax(-1)
+    # As its first batch shows.
+    p = of_vocabulary(gpt2)(first_batch()).softmax(-1)
     mean = p[:, CLASS_TOKEN_IDS].sum(-1).mean()
     assert f"have only {100 * mean:.2g} % of" in message
     # Of 60 tokens, all about equally probable, half have about half of the probability.

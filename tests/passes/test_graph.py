@@ -339,7 +339,7 @@ def test_texts_are_proven_at_larger_sizes_and_other_inputs_every_time(monkeypatc
     # One for each power of two that a batch reaches.
     assert [n_proofs(batch) for batch in others] == [1, 0, 0, 0, 1, 0, 1, 0, 0]
     # Without what is remembered it is proven anew.
-    la.recorder.layouts.proven.clear()
+    la.recorder.taps.proven.clear()
     assert n_proofs(others[1]) == 1
     embed = la.model.transformer.get_input_embeddings()
     mask = eight["attention_mask"]
@@ -471,8 +471,8 @@ def test_operations_that_take_one_seed_give_the_same_by_single_seeds(x):
             found = ours(x, link_approx=link_approx)
             assert_close(found, expected(x, link_approx=link_approx))
     # It is found out once, and no further pass is tried in vain.
-    assert ours.recorder.layouts.is_batchable is False
-    assert expected.recorder.layouts.is_batchable is True
+    assert ours.recorder.taps.is_batchable is False
+    assert expected.recorder.taps.is_batchable is True
     messages = [str(warning.message) for warning in caught]
     assert len([each for each in messages if "one by one" in each]) == 1
 
@@ -487,7 +487,7 @@ def test_errors_of_a_model_are_not_taken_for_what_batching_can_not_do(error):
 
     with model.register_forward_hook(fail), pytest.raises(type(error), match="theirs"):
         la.fit(pairs())
-    assert la.recorder.layouts.is_batchable is not False
+    assert la.recorder.taps.is_batchable is not False
 
 
 def test_no_graph_waits_for_the_garbage_collector(monkeypatch):

@@ -14,6 +14,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    WeightedRandomSampler,
 )
 
 from laplace_lora_ext.predictive.data_sets import over_loader
@@ -237,6 +238,8 @@ GIVING = {
         7,
         torch.randperm(20, generator=generator(1))[:7].tolist(),
     ),
+    "with replacement": ({"sampler": RandomSampler(ALL, replacement=True)}, 20, ALL),
+    "by weights": ({"sampler": WeightedRandomSampler([0, *[1] * 19], 20)}, 19, ALL[1:]),
     "one's own": ({"sampler": Own()}, 2, [1, 3]),
     "one's own, with a generator": ({"sampler": Drawing()}, 3, list(Drawing())),
     "batches after the first": (

@@ -13,8 +13,8 @@ from torch.testing import assert_close
 from transformers import FSMTConfig, FSMTForConditionalGeneration
 
 import tests.support.dense as dense
-from laplace_lora_ext.models import output_layer
 from laplace_lora_ext.passes import graph
+from laplace_lora_ext.tasks import language
 from laplace_lora_ext.tasks.classification import drawn_labels
 from laplace_lora_ext.tasks.language import (
     LANGUAGE_MODELING,
@@ -269,7 +269,7 @@ def test_in_parts_all_is_the_same_by_as_many_passes_and_few_rows_of_logits(
     monkeypatch.setattr(graph, "_ROWS", 1)
     with first_layer.register_forward_hook(note):
         expected, scores, n_calls, n_at_once = measured()
-        monkeypatch.setattr(output_layer, "MOST_ROWS", A_FEW_ROWS)
+        monkeypatch.setattr(language, "MOST_ROWS", A_FEW_ROWS)
         la, scores_in_parts, n_calls_in_parts, n_in_parts = measured()
     # Streaming factors may lose what is near rounding: 3e-11 is measured.
     assert_close(la.H.to_matrix(), expected.H.to_matrix(), rtol=1e-9, atol=1e-10)
@@ -390,7 +390,7 @@ def test_labels_of_an_encoder_decoder_are_predicted_at_their_own_place(
     # In parts, too, where the output layer is also the embedding.
     own = labels[labels != IGNORED]
     of_data = LabelsOfTokens(own, torch.empty(0, len(own)))
-    monkeypatch.setattr(output_layer, "MOST_ROWS", A_FEW_ROWS)
+    monkeypatch.setattr(language, "MOST_ROWS", A_FEW_ROWS)
     with adapted.prepared():
         log_p = adapted.log_probs_of(batch, of_data)
     assert_close(log_p, found.log_softmax(-1).gather(1, own[:, None]))
