@@ -8,7 +8,7 @@ from peft import PeftModel
 
 import laplace_lora_ext  # noqa: F401 - registers the classes that laplace.Laplace is asked for
 from tests.support.models import Batch, first_batch, lora_model, plain_model
-from tests.support.posteriors import OURS_AND_A_HOSTS, make
+from tests.support.posteriors import OURS_AND_A_HOSTS, fitted, make
 
 # The models are so small that a second thread only waits for the first.
 torch.set_num_threads(1)
@@ -19,8 +19,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def la():
+    """A posterior of a classifier, fitted to `ragged_batches()`."""
+    return fitted()
+
+
 @pytest.fixture(params=OURS_AND_A_HOSTS)
-def la(request: pytest.FixtureRequest):
+def unfitted(request: pytest.FixtureRequest):
     """An unfitted posterior of a plain module for `pairs`, of two structures."""
     return make(plain_model(), request.param)
 
@@ -29,6 +35,12 @@ def la(request: pytest.FixtureRequest):
 def batch() -> Batch:
     """The first of the batches that posteriors are fitted to."""
     return first_batch()
+
+
+@pytest.fixture
+def eight_texts() -> Batch:
+    """All texts of `ragged_batches` in one batch, padded to seven tokens."""
+    return first_batch(batch_size=8)
 
 
 @pytest.fixture

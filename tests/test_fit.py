@@ -114,24 +114,21 @@ def test_more_data_may_leave_a_layer_out():
     assert la.n_data == len(whole[0]) + 1
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda la, X: la(X),
-        lambda la, X: la(X, pred_type="nn", link_approx="mc"),
-        lambda la, X: la.predictive_moments(X),
-        lambda la, X: la.functional_samples(X),
-        lambda la, X: la.log_marginal_likelihood(),
-        lambda la, X: la.sample(2),
-        lambda la, X: la.state_dict(),
-        lambda la, X: la.optimize_prior_precision(),
-    ],
-)
-def test_a_posterior_that_is_not_fitted_says_so(la, use):
-    with pytest.raises(AttributeError, match=r"fit\(\)"):
-        use(la, X)
+def test_a_posterior_that_is_not_fitted_says_so(unfitted):
+    for use in (
+        lambda: unfitted(X),
+        lambda: unfitted(X, pred_type="nn", link_approx="mc"),
+        lambda: unfitted.predictive_moments(X),
+        lambda: unfitted.functional_samples(X),
+        unfitted.log_marginal_likelihood,
+        lambda: unfitted.sample(2),
+        unfitted.state_dict,
+        unfitted.optimize_prior_precision,
+    ):
+        with pytest.raises(AttributeError, match=r"fit\(\)"):
+            use()
     # A search that is refused has chosen nothing.
-    assert la.prior_precision.tolist() == [1.0]
+    assert unfitted.prior_precision.tolist() == [1.0]
 
 
 # --- many processes -----------------------------------------------------------------

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import laplace_lora_ext
-from tests.support.models import CLASS_TOKEN_IDS, TwoLinear, lora_model
+from tests.support.models import TwoLinear, lora_model
 from tests.support.tasks import token_classifier
 
 # In a process of its own, since this one has imported the package long ago.
@@ -41,31 +41,19 @@ def test_nothing_stock_changes():
     subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], check=True)
 
 
-@pytest.mark.parametrize(
-    ("n_labels", "problem_type", "likelihood"),
-    [
+def test_likelihood_is_read_off_the_model():
+    for n_labels, problem_type, likelihood in (
         (3, None, "classification"),
         (1, None, "regression"),
         (2, "regression", "regression"),
         (3, "single_label_classification", "classification"),
         (3, "multi_label_classification", "multi_label_classification"),
-    ],
-)
-def test_likelihood_is_read_off_the_model(n_labels, problem_type, likelihood):
-    model = lora_model("bert", n_labels=n_labels)
-    model.config.problem_type = problem_type
-    la = laplace_lora_ext.Laplace(model)
-    assert la.likelihood == likelihood
+    ):
+        model = lora_model("bert", n_labels=n_labels)
+        model.config.problem_type = problem_type
+        assert laplace_lora_ext.Laplace(model).likelihood == likelihood
     of_tokens = laplace_lora_ext.Laplace(token_classifier())
     assert of_tokens.likelihood == "token_classification"
-
-
-def test_answers_of_a_language_model_are_classes():
-    model = lora_model("gpt2")
-    # A model that writes says nothing of a problem.
-    model.config.problem_type = None
-    la = laplace_lora_ext.Laplace(model, class_token_ids=CLASS_TOKEN_IDS)
-    assert la.likelihood == "classification"
 
 
 def test_refuses_to_guess_a_likelihood():

@@ -8,12 +8,7 @@ from torch.autograd import gradcheck
 from torch.distributions import MultivariateNormal
 from torch.testing import assert_close
 
-from tests.support.models import (
-    CLASS_TOKEN_IDS,
-    first_batch,
-    lora_model,
-    ragged_batches,
-)
+from tests.support.models import CLASS_TOKEN_IDS, lora_model, ragged_batches
 from tests.support.posteriors import (
     another_training,
     fitted,
@@ -22,11 +17,6 @@ from tests.support.posteriors import (
     priors_of_blocks,
     sizes,
 )
-
-
-@pytest.fixture
-def la():
-    return fitted()
 
 
 def test_log_prob_is_that_of_the_gaussian(la):
@@ -39,8 +29,7 @@ def test_log_prob_is_that_of_the_gaussian(la):
     assert_close(la.log_prob(value, normalized=False), expected)
 
 
-def test_a_prior_may_be_changed_in_place(la):
-    batch = first_batch()
+def test_a_prior_may_be_changed_in_place(batch, la):
     before = la(batch)
     la.prior_precision.mul_(100)
     found = la(batch)
@@ -87,15 +76,13 @@ def test_another_posterior_of_the_same_kind_has_the_same_options():
 IMPOSSIBLE = [0.0, -1, float("nan"), float("inf"), np.float32(-1), torch.tensor(-1.0)]
 
 
-@pytest.mark.parametrize(
-    "name", ["prior_precision", "temperature", "sigma_noise", "logit_scale"]
-)
-def test_what_makes_no_gaussian_is_refused_and_changes_nothing(la, name):
-    before = getattr(la, name)
-    for value in IMPOSSIBLE:
-        with pytest.raises(ValueError, match=f"{name} must be positive and finite"):
-            setattr(la, name, value)
-    assert getattr(la, name) is before
+def test_what_makes_no_gaussian_is_refused_and_changes_nothing(la):
+    for name in ("prior_precision", "temperature", "sigma_noise", "logit_scale"):
+        before = getattr(la, name)
+        for value in IMPOSSIBLE:
+            with pytest.raises(ValueError, match=f"{name} must be positive and finite"):
+                setattr(la, name, value)
+        assert getattr(la, name) is before
 
 
 def test_it_says_what_it_is_of_and_whether_it_is_fitted():
@@ -129,7 +116,7 @@ def test_a_summary_counts_the_parameters_that_the_data_determine():
     assert [*map(float, n_determined)] == pytest.approx(expected, **printed)
 
 
-@pytest.mark.parametrize("options", [{"pred_type": "nn"}, {"link_approx": "mc"}])
-def test_predictions_by_no_draw_are_refused(la, options):
-    with pytest.raises(ValueError, match="n_samples"):
-        la(first_batch(), n_samples=0, **options)
+def test_predictions_by_no_draw_are_refused(la, batch):
+    for options in ({"pred_type": "nn"}, {"link_approx": "mc"}):
+        with pytest.raises(ValueError, match="n_samples"):
+            la(batch, n_samples=0, **options)

@@ -2,7 +2,6 @@
 
 import warnings
 from pathlib import Path
-from typing import Any
 
 import laplace
 import pytest
@@ -10,8 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import laplace_lora_ext
 from laplace_lora_ext.messages import naming
-from tests.support.models import first_batch, pairs, plain_model, without_labels
-from tests.support.posteriors import fitted, make
+from tests.support.models import pairs, plain_model
+from tests.support.posteriors import make
 
 
 @pytest.mark.parametrize("kind", [ValueError, NotImplementedError])
@@ -59,28 +58,17 @@ def test_fits_and_searches_warn_of_the_users_line(structure):
 
 
 TOKENIZE = "tokenized to tensors first"
-WRONG = {
-    "a name": (lambda la: la(batch(), link_approx="nope"), "'nope' is none of"),
-    "no draws": (
-        lambda la: make(la.model.model, backend_kwargs={"num_samples": 0}),
-        "num_samples must be",
-    ),
-    "texts": (lambda la: la.predict_proba(["red sky", "blue"]), TOKENIZE),
-    "a text to fit": (lambda la: la.fit("red sky"), TOKENIZE),
-}
 
 
-def batch() -> dict[str, Any]:
-    return without_labels(first_batch())
-
-
-@pytest.fixture(scope="module")
-def posterior() -> Any:
-    return fitted()
-
-
-@pytest.mark.parametrize("kind", WRONG)
-def test_what_is_wrong_is_named(kind, posterior):
-    call, message = WRONG[kind]
-    with pytest.raises((TypeError, ValueError), match=message):
-        call(posterior)
+def test_what_is_wrong_is_named(la, batch):
+    for call, message in (
+        (lambda: la(batch, link_approx="nope"), "'nope' is none of"),
+        (
+            lambda: make(la.model.model, backend_kwargs={"num_samples": 0}),
+            "num_samples must be",
+        ),
+        (lambda: la.predict_proba(["red sky", "blue"]), TOKENIZE),
+        (lambda: la.fit("red sky"), TOKENIZE),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            call()

@@ -11,7 +11,7 @@ from torch.distributions import MultivariateNormal, Normal
 from laplace_lora_ext.metrics import compare, quality, quality_of_numbers
 from tests.support.dense import labels_of, predicted
 from tests.support.models import ragged_batches
-from tests.support.posteriors import fitted, normal, plain_regression
+from tests.support.posteriors import normal, plain_regression
 
 # --- classes --------------------------------------------------------------------------
 
@@ -35,8 +35,7 @@ def test_figures_of_predictions_of_known_quality():
 
 
 @pytest.mark.filterwarnings("error:The model's outputs")
-def test_figures_are_those_of_the_model_and_of_its_posteriors_predictions():
-    la = fitted()
+def test_figures_are_those_of_the_model_and_of_its_posteriors_predictions(la):
     la.amortize(ragged_batches())
     # Texts that the posterior is not fitted to.
     batches = ragged_batches(seed=7)

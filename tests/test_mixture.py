@@ -1,21 +1,22 @@
 """A mean of several posteriors' predictions."""
 
 from concurrent.futures import ThreadPoolExecutor, wait
+from copy import copy
 
 import pytest
 import torch
 from peft import load_peft_weights
-from torch.distributions import MultivariateNormal
 from torch.special import entr
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext import GridSearch, LaplaceMixture
 from laplace_lora_ext.predictive.links import shared_noise, softmax_samples
+from tests.support.cases import Gaussian, Softmax
 from tests.support.models import lora_model
 from tests.support.posteriors import fitted, generator, make, plain_regression
 from tests.support.ranks import Texts
-from tests.support.tasks import add_second, two
+from tests.support.tasks import TASKS, add_second, two
 from tests.support.texts import fitted_text, text_batches
 
 MEAN_FIELD = {"link_approx": "mean_field"}
@@ -87,21 +88,18 @@ def priors_of(*posteriors):
     return [la.prior_precision.item() for la in posteriors]
 
 
-def loss_by_hand(both):
+def loss_by_hand(both, target):
     """Compute the mean negative log-likelihood of what a mixture predicts."""
-    task = both.first.task
     losses = []
     for batch in both.batches:
         predicted = both.mixture()(batch, **MEAN_FIELD, fitting=True)
-        if task.has_noise:  # these are moments, and else probabilities
-            f_mu, f_var = predicted
+        if isinstance(target, Gaussian):  # these are moments, and else probabilities
             # By the law of total variance, that of noise is the members' mean.
             noises = torch.stack([la.sigma_noise for la in both.members])
-            noise = noises.square().mean() * torch.eye(f_mu.shape[1]).to(f_var)
-            density = MultivariateNormal(f_mu, f_var + noise)
-            losses.append(-density.log_prob(batch["labels"].reshape(f_mu.shape)))
+            target.noise = noises.square().mean().sqrt()
         else:
-            losses.append(task.nll(predicted.log(), batch["labels"]))
+            predicted = (predicted,)
+        losses.append(target.nll(predicted, batch["labels"]))
     return torch.cat(losses).mean().item()
 
 
@@ -110,6 +108,7 @@ def loss_by_hand(both):
 )
 def test_a_factor_of_the_members_priors_is_chosen_for_the_mixture(kind):
     both = two(kind)
+    target = copy(TASKS[kind].dense.get("target", Softmax()))
     # A mixture keeps the noise of its members, and is asked for a scale of no others.
     grid = GRID | {"optimize_scale": kind == "numbers"}
     if kind == "classes":
@@ -126,7 +125,7 @@ def test_a_factor_of_the_members_priors_is_chosen_for_the_mixture(kind):
     for factor in (0.1, 1, 10):
         both.first.prior_precision = 2.0 * factor
         both.second.prior_precision = 0.5 * factor
-        losses.append(loss_by_hand(both))
+        losses.append(loss_by_hand(both, target))
     # Where the search keeps statistics, they are of float32.
     assert history.objective.tolist() == pytest.approx(losses, rel=1e-5)
     factor = history.chosen.prior_precision.item()
@@ -155,11 +154,12 @@ def test_a_search_that_only_chooses_leaves_the_priors():
         mixture.prior_precision = 10
     assert not mixture.members[1].prior_precision.is_inference()
     mixture.logit_scale = 3.0
-    history = GridSearch(val_loader=both.batches).choose(mixture)
+    search = GridSearch(val_loader=both.batches, grid_size=3)
+    history = search.choose(mixture)
     assert priors_of(mixture, *mixture.members) == [10, 20, 5]
     assert mixture.logit_scale == 3
     # Nor does what is chosen depend on the factors that the mixture has.
-    expected = GridSearch(val_loader=both.batches).choose(both.mixture())
+    expected = search.choose(both.mixture())
     assert_close(history.objective, expected.objective, rtol=0, atol=0)
 
 

@@ -70,11 +70,10 @@ def test_a_posterior_follows_its_model_into_another_precision(structure, use):
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_no_tensor_of_a_posterior_stays_behind(structure, monkeypatch):
+def test_no_tensor_of_a_posterior_stays_behind(eight_texts, structure, monkeypatch):
     # The device "meta" has none.
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
-    (batch,) = ragged_batches(batch_size=8)
-    numbers = batch | {"labels": torch.randn(8, 3)}
+    numbers = eight_texts | {"labels": torch.randn(8, 3)}
     options = {"likelihood": "regression", "sigma_noise": 0.5}
     la = fitted("bert", [numbers], structure, model=single_precision(), **options)
     # Whatever is computed once and kept, besides the fit.
@@ -88,10 +87,9 @@ def test_no_tensor_of_a_posterior_stays_behind(structure, monkeypatch):
         assert tensor.is_meta or not tensor.numel()
 
 
-def test_half_precision_rounds_the_weights_and_keeps_the_posterior():
+def test_half_precision_rounds_the_weights_and_keeps_the_posterior(batch):
     model = single_precision()
     la = fitted(model=model)
-    batch = first_batch()
     moments = la.predictive_moments(batch)
     mean = la.mean
     model.bfloat16()
@@ -116,8 +114,7 @@ def test_a_model_may_move_between_the_posterior_and_its_fit(structure):
         assert number.dtype is torch.float64
 
 
-def test_a_file_serves_the_model_in_another_precision(tmp_path):
-    batch = first_batch()
+def test_a_file_serves_the_model_in_another_precision(batch, tmp_path):
     model = single_precision()
     la = fitted(model=model, modules_to_save=True)
     la.prior_precision = priors_of_blocks(la).float()
@@ -135,21 +132,22 @@ def test_a_file_serves_the_model_in_another_precision(tmp_path):
 @pytest.mark.parametrize(
     ("move", "near"), [(nn.Module.double, 1e-4), (nn.Module.bfloat16, 0.05)]
 )
-def test_statistics_and_learnt_variances_serve_the_same_fit_after_a_move(move, near):
-    (batch,) = ragged_batches(batch_size=8)
+def test_statistics_and_learnt_variances_serve_the_same_fit_after_a_move(
+    eight_texts, move, near
+):
     model = single_precision()
-    la = fitted(model=model, batches=[batch], temperature=0.3)
+    la = fitted(model=model, batches=[eight_texts], temperature=0.3)
     la.prior_precision = 1 / 3
-    statistics = la.predictive_statistics([batch], dtype=torch.float64)
-    exact = la(batch)
-    la.amortize([batch])
-    learnt = la(batch, pred_type="amortized")
+    statistics = la.predictive_statistics([eight_texts], dtype=torch.float64)
+    exact = la(eight_texts)
+    la.amortize([eight_texts])
+    learnt = la(eight_texts, pred_type="amortized")
     move(model)
     given = of_present_fit(la, statistics, "mean_field")
     found = la(given.moments(la.prior_precision))
     # What is kept is of the precision before the move, whatever the model has now.
     assert_close(found.double(), exact.double(), rtol=2e-5, atol=1e-6)
-    found = la(batch, pred_type="amortized")
+    found = la(eight_texts, pred_type="amortized")
     assert_close(found.double(), learnt.double(), rtol=near, atol=near)
 
 

@@ -6,9 +6,8 @@ from torch import Tensor
 from torch.nn.functional import nll_loss
 from torch.testing import assert_close
 
-from laplace_lora_ext.plots import Outcomes, outcomes, reliability
+from laplace_lora_ext.plots import Outcomes, reliability
 from laplace_lora_ext.predictive.predictions import Prediction
-from tests.support.tasks import TASKS
 
 
 def some_outcomes(n_texts: int) -> Outcomes:
@@ -42,11 +41,6 @@ def test_no_other_temperature_makes_the_labels_more_probable():
     certain = Outcomes(p, found.prediction, torch.tensor([0, 1, 1]), temperature=2.0)
     assert certain.probabilities["temperature"].isfinite().all()
     assert 1 < certain.best_temperature() < 1000
-
-
-def test_labels_of_tokens_have_no_pictures():
-    with pytest.raises(ValueError, match="one a token"):
-        outcomes(TASKS["tokens"].fitted(), [])
 
 
 @pytest.mark.parametrize(("n_texts", "n_points"), [(7, 7), (600, 15)])

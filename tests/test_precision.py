@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.testing import assert_close
 
-from tests.support.models import first_batch, head_of, lora_model, ragged_batches
+from tests.support.models import head_of, lora_model, ragged_batches
 from tests.support.posteriors import (
     OURS_AND_A_HOSTS,
     PRIORS_ALONE,
@@ -18,11 +18,11 @@ from tests.support.posteriors import (
 from tests.support.snapshots import tensors_of
 
 
-def posterior(kind: str = "bert", model: nn.Module | None = None, **keywords: Any):
+def posterior(kind: str = "bert", **keywords: Any):
     """Fit to a model, by default in float32."""
-    model = model or lora_model(kind, torch.float32)
     # So broad that the curvature and not the prior decides.
-    return fitted(kind, model=model, rank=10, prior_precision=1e-3, **keywords)
+    settings = {"dtype": torch.float32, "rank": 10, "prior_precision": 1e-3}
+    return fitted(kind, **settings | keywords)
 
 
 def autocast() -> torch.autocast:
@@ -53,10 +53,9 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("structure", OURS_AND_A_HOSTS)
-def test_predictions_of_a_half_precision_model_are_in_float32(structure):
+def test_predictions_of_a_half_precision_model_are_in_float32(batch, structure):
     la = posterior(model=lora_model("bert", torch.bfloat16), structure=structure)
     assert_full_precision(la)
-    batch = first_batch()
     numbers = [*la.predictive_moments(batch), la.sample(2)]
     for link in ("probit", "mc", "bridge", "bridge_norm"):
         numbers.append(la(batch, link_approx=link, n_samples=10))
@@ -91,8 +90,7 @@ def test_confident_samples_keep_their_curvature_in_half_precision():
     ("kind", "structure"),
     [("gpt2", "lowrank_kron"), ("bert", "kron"), ("bert", "diag"), ("bert", "full")],
 )
-def test_a_fit_under_autocast_is_near_that_in_float32(kind, structure):
-    batch = first_batch()
+def test_a_fit_under_autocast_is_near_that_in_float32(batch, kind, structure):
     expected = posterior(kind, structure=structure).predictive_moments(batch).f_var
     with autocast():
         la = posterior(kind, structure=structure)

@@ -16,12 +16,6 @@ SCALE = 2.5
 ROUNDING = {"rtol": 1e-12, "atol": 1e-14}
 
 
-@pytest.fixture
-def la():
-    """A fitted posterior, whose scale is 1 as it is at first."""
-    return fitted()
-
-
 def scaled(moments: Moments) -> Moments:
     """Multiply logits by `SCALE`, and so their covariances by its square."""
     return Moments(SCALE * moments.f_mu, SCALE**2 * moments.f_var)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from transformers import TrainingArguments
 
 import laplace_lora_cli as command_line
 from tests.support.models import base_model, ragged_batches
@@ -40,6 +42,9 @@ def tweets(*_: str) -> DatasetDict:
 @pytest.mark.filterwarnings("ignore")  # of models that have learnt nothing
 def test_the_quick_start_runs_as_it_stands(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("datasets.load_dataset", tweets)
+    # In place of fifteen epochs.
+    few_steps = partial(TrainingArguments, max_steps=10)
+    monkeypatch.setattr("transformers.TrainingArguments", few_steps)
     # What is in the folder is found before the hub is asked.
     monkeypatch.chdir(tmp_path)
     encoder = tmp_path / "sentence-transformers" / "all-MiniLM-L6-v2"
@@ -73,18 +78,6 @@ def test_every_file_tells_the_same_version():
     assert f"version: {own}\n" in citation
 
 
-def code_of(page: str) -> list[str]:
-    """Find a page's lines of code, indented or fenced, and its code spans."""
-    # Lines that go on are one.
-    page = re.sub(r"\\\n\s*", " ", page)
-    code = re.findall(r"^ {4,}(.+)$", page, re.MULTILINE)
-    for _, block in FENCE.findall(page):
-        code += block.splitlines()
-    # Without the fences, whose backticks would be taken for spans'.
-    code += re.findall(r"`([^`]+)`", FENCE.sub("", page))
-    return code
-
-
 def command_lines(program: str) -> list[str]:
     """Find what follows a program's name on any page."""
     pages = [
@@ -95,12 +88,11 @@ def command_lines(program: str) -> list[str]:
     ]
     found = set()
     for path in pages:
-        for line in code_of(path.read_text(encoding="utf-8")):
-            _, command, arguments = line.partition(program)
-            if command:
-                # Up to the next command, a comment or a redirection.
-                arguments = re.split(r"&&|;|#|\||>", arguments)[0]
-                found.add(" ".join(arguments.split()))
+        # Lines that go on are one.
+        page = re.sub(r"\\\n\s*", " ", path.read_text(encoding="utf-8"))
+        # Up to the end of the code, the next command, a comment or a redirection.
+        for arguments in re.findall(rf"{program}([^`\n&;#|>]*)", page):
+            found.add(" ".join(arguments.split()))
     return sorted(found)
 
 

@@ -10,7 +10,7 @@ import torch
 from laplace_lora_ext import from_pretrained
 from laplace_lora_ext.saving import FILE
 from tests.support.models import CLASS_TOKEN_IDS, lora_model
-from tests.support.posteriors import fitted, make, priors_of_blocks
+from tests.support.posteriors import another_training, fitted, make, priors_of_blocks
 
 
 def assert_same_posterior(read, la) -> None:
@@ -48,8 +48,7 @@ def test_a_file_of_none_or_of_an_earlier_release_is_refused(metadata, tmp_path):
         from_pretrained(lora_model("bert"), tmp_path)
 
 
-def test_no_part_of_a_file_is_loaded(tmp_path):
-    la = fitted()
+def test_no_part_of_a_file_is_loaded(la, tmp_path):
     la.save_pretrained(tmp_path)
     path = tmp_path / FILE
     content = path.read_bytes()
@@ -62,8 +61,7 @@ def test_no_part_of_a_file_is_loaded(tmp_path):
     assert_same_posterior(from_pretrained(la.model.model, tmp_path), la)
 
 
-def test_an_interrupted_save_leaves_the_posterior_of_before(tmp_path, monkeypatch):
-    la = fitted()
+def test_an_interrupted_save_leaves_the_posterior_of_before(la, tmp_path, monkeypatch):
     la.save_pretrained(tmp_path)
     write = Path.write_bytes
 
@@ -79,38 +77,29 @@ def test_an_interrupted_save_leaves_the_posterior_of_before(tmp_path, monkeypatc
     assert_same_posterior(from_pretrained(la.model.model, tmp_path), la)
 
 
-# What another posterior is made with, of the same model by default.
-FOREIGN = [
-    ({"structure": "diag"}, "cls_name=.*not 'DiagLoRA"),
-    ({"likelihood": "regression"}, "likelihood="),
-    ({"backend_kwargs": {"rank": 4}}, "rank=3, not 4"),
-    ({"backend_kwargs": {"rank": 3, "kfac_approx": "expand"}}, "kfac_approx="),
-    ({"model": lora_model("bert", r=3)}, "fitted to another model"),
-    ({}, "around other LoRA weights"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), FOREIGN)
-def test_the_state_of_another_posterior_is_refused_and_changes_nothing(
-    options, message
-):
-    la = fitted()
+def test_the_state_of_another_posterior_is_refused_and_changes_nothing(la):
     # Another prior than any has by default, so that loading would be seen.
     state = la.state_dict() | {"prior_precision": torch.tensor([7.0])}
     same = {"model": la.model.model, "backend_kwargs": {"rank": 3}}
-    other = make(**same | options)
-    if not options:
-        la.blocks[0].weight.data.mul_(1.01)
-    before = dict(vars(other))
-    with pytest.raises(ValueError, match=message):
-        other.load_state_dict(state)
-    # The same objects, and not copies that are equal.
-    for name, value in before.items():
-        assert vars(other)[name] is value, name
+    # What another posterior is made with.
+    for options, message in (
+        ({"structure": "diag"}, "cls_name=.*not 'DiagLoRA"),
+        ({"likelihood": "regression"}, "likelihood="),
+        ({"backend_kwargs": {"rank": 4}}, "rank=3, not 4"),
+        ({"backend_kwargs": {"rank": 3, "kfac_approx": "expand"}}, "kfac_approx="),
+        ({"model": lora_model("bert", r=3)}, "fitted to another model"),
+        ({"model": another_training()}, "around other LoRA weights"),
+    ):
+        other = make(**same | options)
+        before = dict(vars(other))
+        with pytest.raises(ValueError, match=message):
+            other.load_state_dict(state)
+        # The same objects, and not copies that are equal.
+        for name, value in before.items():
+            assert vars(other)[name] is value, name
 
 
-def test_draws_of_a_model_that_has_changed_are_not_written(tmp_path):
-    la = fitted()
+def test_draws_of_a_model_that_has_changed_are_not_written(la, tmp_path):
     la.blocks[0].weight.data.mul_(1.01)
     folder = tmp_path / "draws"
     with pytest.raises(RuntimeError, match="have changed since the fit"):

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import measuring
 from benchmarks.fine_tuning import prepare
 from benchmarks.tasks.paper import PAPER_TASKS
-from tests.benchmarks.support import parsed, save_tiny, write_rows
+from tests.benchmarks.support import parsed, save_tiny, write_intents, write_rows
 
 
 @pytest.fixture
@@ -59,6 +59,17 @@ def grammar(encoder, tmp_path):
     return (
         f"--task cola --data {tmp_path} --model {encoder} --steps 20 --batch-size 8 "
         f"--learning-rate 0.01 --cache {tmp_path}/cache"
+    )
+
+
+@pytest.fixture
+def travel(encoder, tmp_path, monkeypatch):
+    """Return options for intents of one domain, and a tiny encoder."""
+    monkeypatch.setattr("benchmarks.models.encoder_folder", lambda: encoder)
+    write_intents({"travel": "abcde"}, 12, tmp_path)
+    return (
+        "--quiet --steps 60 --learning-rate 0.03 --checkpoints 1 --classes 3 1 "
+        f"--test-examples 60 --data {tmp_path} --cache {tmp_path}/cache"
     )
 
 

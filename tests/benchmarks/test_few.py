@@ -4,18 +4,12 @@ import pytest
 import torch
 
 from benchmarks.experiments.few import held_of
-from tests.benchmarks.support import run, write_intents
+from tests.benchmarks.support import run
 
 
-def test_few_texts_choose_for_all_others(encoder, tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.models.encoder_folder", lambda: encoder)
-    write_intents({"travel": "abcde"}, 12, tmp_path)
-    command = (
-        "few --quiet --task travel --steps 60 --learning-rate 0.03 --checkpoints 1 "
-        "--classes 3 1 --held 1 4 11 --draws 4 --train-examples 20 "
-        f"--test-examples 60 --data {tmp_path} --cache {tmp_path}/cache"
-    )
-    figures = run(command, tmp_path / "results")
+def test_few_texts_choose_for_all_others(travel, tmp_path):
+    command = "few --task travel --held 1 4 11 --draws 4 --train-examples 20"
+    figures = run(f"{command} {travel}", tmp_path / "results")
     assert figures["task"]["classes"] == ["d", "b"]
     rows = figures["rows"]
     assert [row["held_out"] for row in rows] == [2, 8, 22]

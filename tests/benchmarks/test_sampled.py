@@ -15,7 +15,7 @@ from tests.support.models import lora_model, ragged_batches
 def test_tfb_takes_the_most_noise_that_changes_few_classes(monkeypatch):
     monkeypatch.setattr(sampled, "MOST_CHANGED", 0.2)
     model = AdaptedModel(lora_model("bert", hidden_size=32).eval())
-    batches = ragged_batches(12 * (7, 4, 5, 7, 3, 6, 2, 7), batch_size=24)
+    batches = ragged_batches(12 * (7, 4, 5, 7, 3, 6, 2, 7), batch_size=96)
     texts = DataLoader(batches, batch_size=None)
     noisy = predicted(training_free(model, texts), texts)
     p = model.logits(texts).softmax(-1)

@@ -4,20 +4,12 @@ from unittest.mock import patch
 
 from benchmarks.experiments.searches import SEARCHES
 from laplace_lora_ext.tuning import gridsearch
-from tests.benchmarks.support import rows_with, run, write_intents
+from tests.benchmarks.support import rows_with, run
 
 
-def test_each_search_chooses_by_the_same_texts_for_the_same_others(
-    encoder, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("benchmarks.models.encoder_folder", lambda: encoder)
-    write_intents({"travel": "abcde"}, 12, tmp_path)
+def test_each_search_chooses_by_the_same_texts_for_the_same_others(travel, tmp_path):
     few = {"as it is": SEARCHES["as it is"], "no variance": {"LEAST_GAIN": -1e9}}
-    command = (
-        "searches --quiet --tasks travel --steps 60 --learning-rate 0.03 --texts 4 "
-        "--checkpoints 1 --classes 3 1 --held 2 --draws 2 --test-examples 60 "
-        f"--data {tmp_path} --cache {tmp_path}/cache"
-    )
+    command = f"searches --tasks travel --texts 4 --held 2 --draws 2 {travel}"
     with patch.dict(SEARCHES, few, clear=True):
         figures = run(command, tmp_path / "results")
     rows = figures["rows"]

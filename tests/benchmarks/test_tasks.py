@@ -10,7 +10,6 @@ import pytest
 from benchmarks.tasks import TASKS
 from benchmarks.tasks.docstrings import Documented
 from benchmarks.tasks.names import asked_for_choice, asked_for_match
-from benchmarks.tasks.numpydoc import SECTION_OF
 from benchmarks.tasks.paper import LETTERS, PAPER_TASKS
 from benchmarks.tasks.task import Example, Task
 from tests.benchmarks.support import (
@@ -90,7 +89,8 @@ def test_texts_of_an_unseen_library_are_none_of_the_others_and_have_their_labels
     unseen = task.shifted["sklearn"]
     assert 0 < len(unseen) <= 12
     assert texts_of(unseen).isdisjoint(texts_of(task.train, task.test))
-    of_library = list(SECTION_OF.find(["sklearn"], parsed("stages --quiet"), 0))
+    options = parsed("stages --quiet --files-per-library 20")
+    of_library = list(TASKS["sections"].find(["sklearn"], options, 0))
     for example in unseen:
         assert (task.classes[example.label], example.text) in of_library
 

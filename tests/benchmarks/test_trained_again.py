@@ -124,15 +124,15 @@ def test_swags_covariance_is_half_diagonal_and_half_that_of_the_iterates():
     expected = (variances.diag() + numbers.mT.cov()) / 2
 
     generator = torch.Generator().manual_seed(0)
-    draws = [torch.cat([*gaussian(generator).values()]) for _ in range(20_000)]
+    draws = [torch.cat([*gaussian(generator).values()]) for _ in range(5_000)]
     assert_close(torch.cat([*gaussian.mean.values()]), numbers.mean(0))
-    # Four standard errors, sqrt(2 / 20,000) each, of a variance of 20,000 draws.
+    # Four standard errors, sqrt(2 / 5,000) each, of a variance of 5,000 draws.
     largest_variance = expected.diag().max()
     error = torch.stack(draws).mT.cov() - expected
-    assert error.abs().max() < 0.04 * largest_variance
+    assert error.abs().max() < 0.08 * largest_variance
     # They are drawn around 0: how far from the mean.
     mean = torch.stack(draws).mean(0)
-    assert mean.abs().max() < 0.04 * largest_variance.sqrt()
+    assert mean.abs().max() < 0.08 * largest_variance.sqrt()
 
 
 def test_swag_predicts_around_the_mean_of_its_iterates(prepared):

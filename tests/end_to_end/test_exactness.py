@@ -36,7 +36,7 @@ def test_expand_on_one_unpadded_batch_equals_stock_kron():
     # nor a mean over batches of other lengths.
     batches = ragged_batches(lengths=[6] * 5, batch_size=5, padded_to=6)
     ours = fitted(batches=batches, model=model, modules_to_save=True, **EXPAND)
-    theirs = stock(model, "bert", batches, PARTS)
+    theirs = stock(model, batches, PARTS)
     found = ours.posterior_precision.to_matrix()
     # Inputs without padding are views of what a pass has a graph of.
     assert not found.requires_grad

@@ -24,9 +24,9 @@ FOUR_AND_TWO = [(X[:4], Y[:4]), (X[4:], Y[4:])]
         ([(X, Y, None)], TypeError, "pair.*tuple"),
     ],
 )
-def test_what_is_no_data_is_refused(la, loader, error, message):
+def test_what_is_no_data_is_refused(unfitted, loader, error, message):
     with pytest.raises(error, match=message):
-        la.fit(loader)
+        unfitted.fit(loader)
 
 
 class Stream(IterableDataset):
@@ -36,7 +36,7 @@ class Stream(IterableDataset):
         yield from zip(X, Y, strict=True)
 
 
-def test_what_is_seen_whole_is_counted_without_a_warning(la):
+def test_what_is_seen_whole_is_counted_without_a_warning(unfitted):
     loaders = (
         DataLoader(EXAMPLES, batch_size=4),
         DataLoader(FOUR_AND_TWO, batch_size=None),
@@ -46,15 +46,15 @@ def test_what_is_seen_whole_is_counted_without_a_warning(la):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "The loader gave")
         for loader in loaders:
-            la.fit(loader)
-            assert la.n_data == 6
+            unfitted.fit(loader)
+            assert unfitted.n_data == 6
 
 
-def test_drop_last_counts_what_was_seen_and_warns(la):
+def test_drop_last_counts_what_was_seen_and_warns(unfitted):
     loader = DataLoader(EXAMPLES, batch_size=4, drop_last=True)
     with pytest.warns(UserWarning, match=r"4 examples.*data set has 6"):
-        la.fit(loader)
-    assert la.n_data == 4
-    found = la.log_marginal_likelihood()
-    la.fit([FOUR_AND_TWO[0]])
-    assert torch.equal(found, la.log_marginal_likelihood())
+        unfitted.fit(loader)
+    assert unfitted.n_data == 4
+    found = unfitted.log_marginal_likelihood()
+    unfitted.fit([FOUR_AND_TWO[0]])
+    assert torch.equal(found, unfitted.log_marginal_likelihood())

@@ -25,14 +25,7 @@ from tests.support.matrices import (
     plain,
     roberta,
 )
-from tests.support.models import (
-    TwoLinear,
-    base_model,
-    first_batch,
-    head_of,
-    pairs,
-    ragged_batches,
-)
+from tests.support.models import TwoLinear, base_model, head_of, pairs, ragged_batches
 from tests.support.posteriors import count_forward_passes, make, normal
 
 assert_exact = partial(assert_close, **EXACT)
@@ -96,7 +89,9 @@ def test_a_second_adapter_has_matrices_of_its_own(build):
     assert_close(predicted(first, texts), of_first)
 
 
-def test_a_posterior_over_b_alone_is_loaded_where_no_weight_is_trainable(tmp_path):
+def test_a_posterior_over_b_alone_is_loaded_where_no_weight_is_trainable(
+    batch, tmp_path
+):
     case = of_b_alone()
     la = case.fitted()
     la.save_pretrained(tmp_path)
@@ -105,7 +100,6 @@ def test_a_posterior_over_b_alone_is_loaded_where_no_weight_is_trainable(tmp_pat
     model = PeftModel.from_pretrained(base_model("bert").double(), tmp_path)
     again = laplace_lora_ext.from_pretrained(model, tmp_path)
     assert [block.name for block in again.blocks] == [block.name for block in la.blocks]
-    batch = first_batch()
     assert_close(again(batch), la(batch))
 
 
@@ -215,19 +209,17 @@ DENSE = [f"{WHOLE}.dense.weight", f"{WHOLE}.dense.bias"]
 OUT_PROJ = [f"{WHOLE}.out_proj.weight", f"{WHOLE}.out_proj.bias"]
 
 
-@pytest.mark.parametrize(
-    ("selection", "expected"),
-    [
-        # LoRA alone is the default.
-        ({}, []),
-        ({"modules_to_save": "classifier"}, DENSE + OUT_PROJ),
+def test_names_select_heads():
+    model = roberta()
+    # LoRA alone is the default.
+    assert heads_of(make(model)) == []
+    for selection, expected in (
+        ("classifier", DENSE + OUT_PROJ),
         # In the order of the model, whatever that of the names.
-        ({"modules_to_save": ["out_proj", "dense"]}, DENSE + OUT_PROJ),
-        ({"modules_to_save": []}, []),
-    ],
-)
-def test_names_select_heads(selection, expected):
-    assert heads_of(make(roberta(), **selection)) == expected
+        (["out_proj", "dense"], DENSE + OUT_PROJ),
+        ([], []),
+    ):
+        assert heads_of(make(model, modules_to_save=selection)) == expected
 
 
 def test_a_file_keeps_the_choice_of_heads(tmp_path):

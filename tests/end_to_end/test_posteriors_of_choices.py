@@ -7,7 +7,7 @@ import laplace_lora_ext
 from laplace_lora_ext import LaplaceMixture
 from tests.support.choices import ANSWERS, choices_batch, prompts_of
 from tests.support.dense import EXACT
-from tests.support.models import lora_model, ragged_batches
+from tests.support.models import lora_model
 from tests.support.posteriors import GRID, another_training, make
 from tests.support.tasks import CHOICES, OF_TARGETS
 
@@ -37,10 +37,9 @@ def test_means_and_sums_are_neither_mixed_nor_read_for_each_other(tmp_path):
         LaplaceMixture([of_means, of_sums])
 
 
-def test_unequal_numbers_of_choices_are_fitted_and_not_compared():
-    (batch,) = ragged_batches(batch_size=8)
-    prompts = prompts_of(batch)
-    labels = batch["labels"]
+def test_unequal_numbers_of_choices_are_fitted_and_not_compared(eight_texts):
+    prompts = prompts_of(eight_texts)
+    labels = eight_texts["labels"]
     # In batches of their own, since within one the numbers can't differ.
     of_four = choices_batch(prompts[:4], [ANSWERS] * 4)
     of_three = choices_batch(prompts[4:], [ANSWERS[:3]] * 4)

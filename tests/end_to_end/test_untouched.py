@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from tests.support.models import pairs, plain_model, ragged_batches
-from tests.support.posteriors import fitted, generator, make
+from tests.support.posteriors import generator, make
 from tests.support.snapshots import Snapshot, half_trained
 
 
@@ -23,8 +23,7 @@ def functions(la, X, loader):
     la.functional_samples(X, pred_type="nn", n_samples=2)
 
 
-def test_what_draws_nothing_or_by_a_generator_leaves_the_random_state():
-    la = fitted()
+def test_what_draws_nothing_or_by_a_generator_leaves_the_random_state(la):
     batches = ragged_batches()
     before = torch.get_rng_state()
     la(batches[0])

@@ -40,11 +40,6 @@ def of_answers(gpt2: nn.Module) -> LogitsModel:
     return LogitsModel(gpt2, CLASS_TOKEN_IDS)
 
 
-def of_vocabulary(model: nn.Module) -> LogitsModel:
-    """Make every token of the vocabulary a class."""
-    return LogitsModel(model, list(range(VOCABULARY)))
-
-
 def alone(model: nn.Module, batch: Mapping, **more: Any) -> Tensor:
     """Compute each row alone, without padding, at all positions."""
     texts = [{"input_ids": row["input_ids"]} | more for row in unpadded_rows(batch)]
@@ -55,11 +50,11 @@ def alone(model: nn.Module, batch: Mapping, **more: Any) -> Tensor:
 
 
 # Families of models are in `tests/end_to_end/test_compatibility.py`.
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float64, torch.uint8])
-def test_a_mask_may_be_of_any_dtype(of_answers, eight_texts, dtype):
+def test_a_mask_may_be_of_any_dtype(of_answers, eight_texts):
     expected = of_answers(eight_texts)
-    mask = eight_texts["attention_mask"].to(dtype)
-    assert_exact(of_answers(eight_texts | {"attention_mask": mask}), expected)
+    for dtype in (torch.bool, torch.float64, torch.uint8):
+        mask = eight_texts["attention_mask"].to(dtype)
+        assert_exact(of_answers(eight_texts | {"attention_mask": mask}), expected)
 
 
 def test_a_wrapper_of_batches_answers_where_it_counts_positions_itself():
@@ -122,18 +117,16 @@ NO_ANSWERS = [[3, 3], [1], [], [-1, 2], [[1, 2], []], [[1, 2], [1, 2]]]
 NO_ANSWERS += ["AB", [11, None], [[11], ["23"]], [11.0, 23.0], 11]
 
 
-@pytest.mark.parametrize("ids", NO_ANSWERS, ids=repr)
-def test_what_is_no_answers_is_refused(gpt2, ids):
-    with pytest.raises(ValueError, match=re.escape(f"not {ids!r}")):
-        laplace_lora_ext.Laplace(gpt2, class_token_ids=ids)
+def test_what_is_no_answers_is_refused(gpt2):
+    for ids in NO_ANSWERS:
+        with pytest.raises(ValueError, match=re.escape(f"not {ids!r}")):
+            laplace_lora_ext.Laplace(gpt2, class_token_ids=ids)
 
 
-@pytest.mark.parametrize(
-    "ids", [torch.tensor([11, 23]), np.array([11, 23]), (11, 23)], ids=repr
-)
-def test_numbers_of_tokens_may_be_of_any_kind(gpt2, ids):
-    la = laplace_lora_ext.Laplace(gpt2, class_token_ids=ids)
-    assert la.model.class_token_ids == [11, 23]
+def test_numbers_of_tokens_may_be_of_any_kind(gpt2):
+    for ids in (torch.tensor([11, 23]), np.array([11, 23]), (11, 23)):
+        la = laplace_lora_ext.Laplace(gpt2, class_token_ids=ids)
+        assert la.model.class_token_ids == [11, 23]
 
 
 # --- answers that are warned of -------------------------------------------------------
@@ -157,7 +150,7 @@ def test_answers_that_the_model_hardly_gives_are_warned_of_once_after_a_fit(
     messages = [str(warning.message) for warning in caught]
     (message,) = [each for each in messages if "have only" in each]
     # As its first batch shows.
-    p = of_vocabulary(gpt2)(first_batch()).softmax(-1)
+    p = LogitsModel(gpt2, list(range(VOCABULARY)))(first_batch()).softmax(-1)
     mean = p[:, CLASS_TOKEN_IDS].sum(-1).mean()
     assert f"have only {100 * mean:.2g} % of" in message
     # Of 60 tokens, all about equally probable, half have about half of the probability.

@@ -16,6 +16,7 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 from tests.support.models import (
     CLASS_TOKEN_IDS,
     lora_model,
+    part_of,
     ragged_batches,
     record_calls,
 )
@@ -69,8 +70,7 @@ def test_every_mapping_and_a_pair_fit_and_predict_the_same(bert, batch, as_given
         assert list(given) == list(batch)
 
 
-def test_labels_that_are_none_are_not_asked_for_by_predictions_alone(batch):
-    la = fitted()
+def test_labels_that_are_none_are_not_asked_for_by_predictions_alone(la, batch):
     expected = la.predict_proba(batch)
     inputs, none = without(batch, "labels"), batch | {"labels": None}
     message = r"batch 1: No labels .*\['attention_mask', 'input_ids'\].*dict_key_y"
@@ -85,10 +85,10 @@ def test_labels_that_are_none_are_not_asked_for_by_predictions_alone(batch):
         la.model.split((batch["input_ids"], None))
 
 
-@pytest.mark.parametrize("batch", ["a text", ["two", "texts"], {"input_ids": [[1, 2]]}])
-def test_what_is_not_tokenized_is_refused(bert, batch):
-    with pytest.raises(TypeError, match="pass tokenizer"):
-        LogitsModel(bert)(batch)
+def test_what_is_not_tokenized_is_refused(bert):
+    for batch in ("a text", ["two", "texts"], {"input_ids": [[1, 2]]}):
+        with pytest.raises(TypeError, match="pass tokenizer"):
+            LogitsModel(bert)(batch)
 
 
 # --- texts that a model would read in another way -------------------------------------
@@ -122,17 +122,22 @@ def test_padding_tokens_inside_of_texts_harm_nothing():
     model = adapted("gpt2")
     batch = padded_batch()
     batch["input_ids"][1, 2] = PAD
-    whole = {key: value[1:2] for key, value in batch.items()}
+    whole = part_of(batch, slice(1, 2))
     assert torch.equal(model(without(whole, "attention_mask")), model(whole))
 
 
 # --- rows of a batch ------------------------------------------------------------------
 
 
+positions = partial(positions_of, device=torch.device("cpu"))
+
+
 def test_positions_know_what_is_beside_texts():
-    positions = partial(positions_of, device=torch.device("cpu"))
     ids = torch.ones(4, 3).long()
     assert positions(ids, 4).is_text
+    # What all texts share is no other content of theirs.
+    shared = {"input_ids": ids, "position_ids": torch.arange(3)[None]}
+    assert positions(shared, 4).is_text
     # Features, or parts of which texts have other numbers.
     for beside in (torch.ones(4, 2), ids[:2]):
         assert not positions({"input_ids": ids, "beside": beside}, 4).is_text
@@ -166,15 +171,7 @@ def test_padding_on_the_left_moves_behind_the_text_with_all_that_lies_by_positio
 def test_a_mask_of_pairs_of_tokens_does_not_count_as_a_row_for_each_query():
     features = {"features": torch.ones(2, 5, 3)}
     of_pairs = features | {"attention_mask": torch.ones(2, 1, 5, 5)}
-    found = positions_of(of_pairs, 2, torch.device("cpu"))
+    found = positions(of_pairs, 2)
     assert (found.n_rows, found.n_tokens) == (2, None)
     of_tokens = features | {"attention_mask": torch.ones(2, 5)}
-    assert positions_of(of_tokens, 2, torch.device("cpu")).n_tokens == 10
-
-
-def test_what_all_texts_share_makes_no_other_content_of_them():
-    tokens = torch.ones(2, 5, dtype=torch.long)
-    shared = {"input_ids": tokens, "position_ids": torch.arange(5)[None]}
-    assert positions_of(shared, 2, tokens.device).is_text
-    of_patches = {"input_ids": tokens, "patches": tokens.repeat(2, 1)}
-    assert not positions_of(of_patches, 2, tokens.device).is_text
+    assert positions(of_tokens, 2).n_tokens == 10

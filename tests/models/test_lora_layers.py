@@ -9,9 +9,9 @@ from torch import nn
 from laplace_lora_ext import LowRankKronLoRALaplace
 from laplace_lora_ext.models.lora_layers import Block, find_blocks, looks_trained
 from tests.support.models import (
+    CLASS_TOKEN_IDS,
     TwoLinear,
     base_model,
-    laplace_keywords,
     lora_model,
     pairs,
     with_lora,
@@ -63,9 +63,8 @@ def test_only_the_active_adapter_takes_part(bert):
     assert names(again) == names(blocks)
 
 
-@pytest.mark.parametrize(
-    ("selection", "parts"),
-    [
+def test_selection_speaks_pefts_words(bert):
+    for selection, parts in (
         ({"target_modules": ["query"]}, ["query"]),
         # A pattern of the whole name.
         ({"target_modules": r".*layer\.1\..*"}, ["layer.1."]),
@@ -74,31 +73,24 @@ def test_only_the_active_adapter_takes_part(bert):
             {"target_modules": ["value"], "layers_to_transform": iter([1])},
             ["layer.1.", "value"],
         ),
-    ],
-)
-def test_selection_speaks_pefts_words(bert, selection, parts):
-    assert names(find_blocks(bert, **selection)) == in_peft(*parts)
+    ):
+        assert names(find_blocks(bert, **selection)) == in_peft(*parts)
 
 
 # --- selected -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "selection",
-    [
+def test_a_selection_that_matches_nothing_is_refused_and_says_what_there_is(bert):
+    for selection in (
         {"target_modules": ["key"]},
         {"target_modules": ".*key"},
         {"layers_to_transform": 7},
         # The output layer is in no layer with a number.
         {"target_modules": ["classifier"], "layers_to_transform": [1]},
-    ],
-)
-def test_a_selection_that_matches_nothing_is_refused_and_says_what_there_is(
-    bert, selection
-):
-    message = r"No LoRA layer matches.*layer\.0\.attention\.self"
-    with pytest.raises(ValueError, match=message):
-        find_blocks(bert, **selection)
+    ):
+        message = r"No LoRA layer matches.*layer\.0\.attention\.self"
+        with pytest.raises(ValueError, match=message):
+            find_blocks(bert, **selection)
 
 
 def test_a_weight_takes_part_by_its_name_whether_or_not_it_requires_grad(bert):
@@ -175,7 +167,7 @@ def test_an_untrained_adapter_is_warned_of_and_can_be_fitted():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         make(model)
-        make(lora_model("gpt2"), **laplace_keywords("gpt2"))
+        make(lora_model("gpt2"), class_token_ids=CLASS_TOKEN_IDS)
         LowRankKronLoRALaplace(lora_model("bert"), "classification")
 
 

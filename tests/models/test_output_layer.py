@@ -130,7 +130,7 @@ class Pooling(nn.Linear):
         return super().forward(input).mean(1)
 
 
-def test_without_such_a_layer_there_are_no_hidden_states():
+def test_without_such_a_layer_there_are_no_hidden_states(eight_texts):
     plain = TwoLinear()
     # What the last layer returns is then not the logits.
     plain.register_forward_hook(lambda module, args, output: output / 2)
@@ -139,9 +139,8 @@ def test_without_such_a_layer_there_are_no_hidden_states():
     # Nor are those of tokens.
     labels_tokens = built("BertForTokenClassification")
     labels_tokens.register_forward_hook(lambda module, args, output: output.logits / 2)
-    (batch,) = ragged_batches(batch_size=8)
-    del batch["labels"]
-    _, hidden = logits_and_hidden_states(TokenLabelsModel(labels_tokens), batch)
+    del eight_texts["labels"]
+    _, hidden = logits_and_hidden_states(TokenLabelsModel(labels_tokens), eight_texts)
     assert hidden is None
     # Here one row of logits is of several rows.
     _, hidden = logits_and_hidden_states(

@@ -27,15 +27,13 @@ from tests.support.models import (
     ragged_batches,
     with_lora,
 )
-from tests.support.posteriors import fitted, generator, make, with_structures
+from tests.support.posteriors import HOSTS_STRUCTURES, fitted, generator, make
 
 # --- threads --------------------------------------------------------------------------
 
 
-def test_fits_statistics_and_predictions_of_one_model_exclude_each_other():
-    la = fitted()
+def test_fits_statistics_and_predictions_of_one_model_exclude_each_other(la, batch):
     batches = ragged_batches()
-    batch = first_batch()
     expected = la(batch)
 
     # Weights that another thread draws or moves would show here.
@@ -184,7 +182,11 @@ def state_of(model: nn.Module) -> list:
     return state
 
 
-@pytest.mark.parametrize(("structure", "way"), with_structures(WAYS))
+# Ours with each way, and each of the host's with one.
+@pytest.mark.parametrize(
+    ("structure", "way"),
+    [*zip(3 * ["lowrank_kron"] + HOSTS_STRUCTURES, 2 * WAYS, strict=True)],
+)
 def test_no_pass_finds_what_another_one_has_left(way, structure):
     small, large = two_batches()
     la, reversed_la = (
@@ -272,7 +274,7 @@ def test_layers_of_four_bits_have_their_own_mode_again():
 # --- checkpoints ----------------------------------------------------------------------
 
 
-def test_layers_are_computed_anew_give_the_same_numbers_and_stay_as_they_were():
+def test_layers_are_computed_anew_give_the_same_numbers_and_stay_as_they_were(batch):
     settings: dict[str, Any] = {"rank": 100, "kfac_approx": "expand"}
     plain = fitted("gpt2", **settings)
     # With dropout in the layers, which stays off.
@@ -289,7 +291,6 @@ def test_layers_are_computed_anew_give_the_same_numbers_and_stay_as_they_were():
     la = fitted("gpt2", model=model, **settings)
     assert len(calls) > len(ragged_batches())
     assert_close(la.H.to_matrix(), plain.H.to_matrix())
-    batch = first_batch()
     for link in ("mean_field", "probit"):
         assert_close(la(batch, link_approx=link), plain(batch, link_approx=link))
     assert model.training

@@ -23,7 +23,7 @@ from tests.support.models import (
     ragged_batches,
     with_lora,
 )
-from tests.support.posteriors import fitted, make, with_structures
+from tests.support.posteriors import fitted, make
 from tests.support.snapshots import Snapshot
 
 # As of `fitted`, so that a state is refused for nothing but what a test changed.
@@ -58,9 +58,9 @@ def dense_of(model: PeftModel) -> nn.Linear:
     return bert_of(model).encoder.layer[0].output.dense
 
 
-def only_values(structure: str = "lowrank_kron"):
+def only_values():
     """Fit a posterior that leaves the queries' adapters out."""
-    return fitted(structure=structure, target_modules=["value"])
+    return fitted(target_modules=["value"])
 
 
 DIFFERS = "weight differs from that of the fit"
@@ -82,11 +82,9 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize(("structure", "case"), with_structures(PARTS))
-def test_a_weight_that_has_changed_since_the_fit_is_named(structure, case):
-    part, message = case
-    la = only_values(structure)
-    batch = first_batch()
+@pytest.mark.parametrize(("part", "message"), PARTS)
+def test_a_weight_that_has_changed_since_the_fit_is_named(batch, part, message):
+    la = only_values()
     weight = part(la)
     expected = la(batch)
     state = la.state_dict()
@@ -107,9 +105,7 @@ def test_a_weight_that_has_changed_since_the_fit_is_named(structure, case):
         la.load_state_dict(state)
 
 
-def test_any_number_of_a_weight_that_changes_in_place_is_seen():
-    la = fitted()
-    batch = first_batch()
+def test_any_number_of_a_weight_that_changes_in_place_is_seen(la, batch):
     la(batch)
     with torch.no_grad():
         la.blocks[0].weight[-1, -1] += 1e-6
@@ -117,8 +113,7 @@ def test_any_number_of_a_weight_that_changes_in_place_is_seen():
         la(batch)
 
 
-def test_numbers_from_all_over_a_weight_are_compared_with_a_files():
-    la = fitted()
+def test_numbers_from_all_over_a_weight_are_compared_with_a_files(la):
     state = la.state_dict()
     dense_of(la.model.model).weight.data[-1] += 1
     with pytest.raises(ValueError, match=DIFFERS):
@@ -172,8 +167,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("change", "message", "fits"), CHANGES)
-def test_a_model_that_is_another_is_named_by_every_use(change, message, fits):
-    la = fitted()
+def test_a_model_that_is_another_is_named_by_every_use(la, change, message, fits):
     change(la.model.model)
     batches = ragged_batches()
     for use in USES:
@@ -240,9 +234,8 @@ def test_running_averages_that_move_after_the_fit_are_named():
 # --- what is no change ----------------------------------------------------------------
 
 
-def test_an_adapter_may_be_merged_and_unmerged():
+def test_an_adapter_may_be_merged_and_unmerged(batch):
     model = lora_model("bert", torch.float32)
-    batch = first_batch()
     la = fitted(model=model)
     expected = la(batch)
     # Each time rounds the base model's weights a little, which is no other model.
@@ -252,8 +245,7 @@ def test_an_adapter_may_be_merged_and_unmerged():
     assert_close(la(batch), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_what_a_head_replaces_is_no_part_of_the_model():
-    la = fitted()
+def test_what_a_head_replaces_is_no_part_of_the_model(la):
     state = la.state_dict()
     classifier = la.model.model.base_model.model.classifier
     classifier.original_module.weight.data.add_(1)

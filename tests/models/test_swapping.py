@@ -8,7 +8,7 @@ from torch import Tensor
 
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.swapping import swapping
-from tests.support.models import VOCABULARY, base_model
+from tests.support.models import VOCABULARY, base_model, part_of
 from tests.support.posteriors import generator
 
 Batch = dict[str, Any]
@@ -51,7 +51,7 @@ def test_three_tenths_of_the_words_are_swapped_for_words_of_the_texts(padding_si
     ids = batch["input_ids"]
     # The tokens are read in two batches.
     rows = slice(0, 25), slice(25, N_TEXTS)
-    parts = [{key: value[part] for key, value in batch.items()} for part in rows]
+    parts = [part_of(batch, part) for part in rows]
     copy = copied(batch, *parts)
     is_word, is_changed = ids >= FIRST_WORD, copy != ids
     # Prompt, end and padding stay.

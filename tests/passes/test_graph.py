@@ -18,10 +18,12 @@ from tests.support.dense import EXACT, full_rank
 from tests.support.models import (
     CLASS_TOKEN_IDS,
     VOCABULARY,
+    Batch,
     OfMapping,
     first_batch,
     lora_model,
     pairs,
+    part_of,
     plain_model,
     ragged_batches,
     sequences,
@@ -36,7 +38,6 @@ from tests.support.posteriors import (
 )
 
 Forward = Callable[["Two", Any], Tensor]
-Batch = dict[str, Tensor]
 
 
 # --- models ---------------------------------------------------------------------------
@@ -90,11 +91,6 @@ def positions_first(m: Two, x: Tensor) -> Tensor:
     return average(both_layers(m, x.transpose(0, 1)).transpose(0, 1))
 
 
-def windows(m: Two, x: Tensor) -> Tensor:
-    """Pairs of neighbours are rows of their own, as in attention within windows."""
-    return average(both_layers(m, x.reshape(-1, 2, 5)).reshape(*x.shape[:2], -1))
-
-
 def on_tokens(run: Forward) -> Forward:
     """Of texts, whose proofs are remembered."""
     return lambda m, ids: run(m, m.embed(ids))
@@ -112,6 +108,14 @@ def shared(n: int) -> Forward:
         return means_of_logits(m, attention @ distances)
 
     return run
+
+
+def called_twice(m: Two, x: Tensor) -> Tensor:
+    """A layer is called once more, where no gradient comes back."""
+    rows = hidden(m, x)
+    # None at all, which is not a gradient of zeros.
+    stopped = _Through.apply(m.second(rows.sin()), lambda gradient: None)
+    return average(m.second(rows) + stopped)
 
 
 def contrast(m: Two, x: Tensor) -> Tensor:
@@ -184,10 +188,10 @@ def checked(model: nn.Module, inputs: Sequence[Any]) -> Any:
 
 
 CASES = {
-    run.__name__: (on_tokens(run), texts(*SIZES))
-    for run in (flat, positions_first, windows)
+    run.__name__: (on_tokens(run), texts(*SIZES)) for run in (flat, positions_first)
 } | {
     "texts, shared rows": (on_tokens(shared(3)), texts((3, 3), (2, 5), (1, 3))),
+    "called twice": (called_twice, numbers((4, 3))),
     "examples that count for others": (contrast, numbers((4, 3), (3, 3))),
     "no example alone": (needs_pairs, numbers((4, 3), (3, 3))),
     # What the first batch does not show: no gradient comes to the first layer;
@@ -321,10 +325,7 @@ def test_of_any_two_examples_some_seed_has_the_first_alone(n_examples):
 
 def test_texts_are_proven_at_larger_sizes_and_other_inputs_every_time(monkeypatch):
     eight = first_batch(batch_size=8)
-    of_one, *others = (
-        {key: value[:n] for key, value in eight.items()}
-        for n in (1, 3, 2, 3, 1, 4, 7, 8, 5, 2)
-    )
+    of_one, *others = (part_of(eight, slice(n)) for n in (1, 3, 2, 3, 1, 4, 7, 8, 5, 2))
     # Of a single text there is nothing to prove.
     la = make(lora_model("bert"))
     la.fit([of_one])
@@ -374,34 +375,28 @@ def x() -> Tensor:
     return x
 
 
-class Overwriting(nn.Module):
-    """Changes its layer's input in place, after the layer has read it, or not."""
+def reading(overwrites: bool) -> nn.Module:
+    """Change a layer's input in place, after the layer has read it, or not."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 3)
-        self.overwrites = False
-
-    def forward(self, x: Tensor) -> Tensor:
+    def run(m: Two, x: Tensor) -> Tensor:
         x = x.sin()
-        logits = self.first(x).tanh()
-        if self.overwrites:
+        logits = m.second(x).tanh()
+        if overwrites:
             x.add_(1)
-        factor = x.sum(-1, keepdim=True)
-        return logits * factor
+        return logits * x.sum(-1, keepdim=True)
+
+    return with_lora(Two(run), "second")
 
 
 def test_a_model_that_overwrites_what_its_layers_were_given_is_refused(x):
-    model = with_lora(Overwriting(), "first")
     # It is the overwriting that is refused, and not the model.
-    checked(model, [x])
-    model.overwrites = True
+    checked(reading(overwrites=False), [x])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        make(model).fit([(x, torch.arange(4) % 3)])
+        make(reading(overwrites=True)).fit([(x, torch.arange(4) % 3)])
 
 
 def test_hooks_of_the_users_own_are_part_of_the_model(x):
-    model = with_lora(Overwriting(), "first")
+    model = reading(overwrites=False)
     for block in find_blocks(model):
         layer = block.module
         layer.register_forward_pre_hook(lambda layer, args: (args[0].sin(),))
@@ -422,30 +417,6 @@ class _Through(torch.autograd.Function):
         return ctx.back(gradient), None
 
 
-class CalledTwice(nn.Module):
-    """Calls its layer once more, where no gradient comes back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # None at all, which is not a gradient of zeros.
-        stopped = _Through.apply(self.first(x.sin()), lambda gradient: None)
-        return self.first(x).tanh() + stopped
-
-
-def test_calls_without_a_gradient_hold_back_no_other_call(x):
-    checked(with_lora(CalledTwice(), "first"), [x])
-
-
-def raising(error: Exception) -> Callable[[Tensor], Any]:
-    def back(gradient: Tensor) -> None:
-        raise error
-
-    return back
-
-
 def with_numbers_read(gradient: Tensor) -> Tensor:
     """Return a gradient, of which a number is read: `torch.func.vmap` refuses that."""
     return gradient if gradient.sum().item() else gradient.clone()
@@ -456,7 +427,7 @@ def test_operations_that_take_one_seed_give_the_same_by_single_seeds(x):
         model = plain_model()
         if hooked:
             model.register_forward_hook(
-                lambda module, args, output: _Through.apply(output, with_numbers_read)
+                lambda *call: _Through.apply(call[-1], with_numbers_read)
             )
         la = make(model)
         # A second batch, for which it is known what the operation refuses.
@@ -482,10 +453,11 @@ def test_errors_of_a_model_are_not_taken_for_what_batching_can_not_do(error):
     model = plain_model()
     la = make(model)
 
-    def fail(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return _Through.apply(output, raising(error))
+    def fail(gradient: Tensor) -> None:
+        raise error
 
-    with model.register_forward_hook(fail), pytest.raises(type(error), match="theirs"):
+    failing = model.register_forward_hook(lambda *call: _Through.apply(call[-1], fail))
+    with failing, pytest.raises(type(error), match="theirs"):
         la.fit(pairs())
     assert la.recorder.taps.is_batchable is not False
 

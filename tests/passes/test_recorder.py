@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from laplace_lora_ext.passes.graph import Graph
 from tests.support.dense import EXACT, full_rank
 from tests.support.models import TwoLinear, first_batch, pairs, with_lora
-from tests.support.posteriors import count_forward_passes, fitted, make
+from tests.support.posteriors import count_forward_passes, make
 
 # --- parts of predictions -------------------------------------------------------------
 
@@ -20,8 +20,7 @@ def allow_at_once(monkeypatch, n_rows: int) -> None:
     monkeypatch.setattr("laplace_lora_ext.passes.recorder._ON_CPU", n_rows)
 
 
-def test_parts_bring_the_same_numbers(monkeypatch):
-    la = fitted()
+def test_parts_bring_the_same_numbers(la, monkeypatch):
     batch = first_batch(batch_size=8)
 
     def facts() -> dict[str, Any]:
@@ -49,8 +48,7 @@ def test_parts_bring_the_same_numbers(monkeypatch):
         la.predictive_statistics([wrong])
 
 
-def test_a_long_text_takes_a_few_of_its_vectors_at_a_time(monkeypatch):
-    la = fitted()
+def test_a_long_text_takes_a_few_of_its_vectors_at_a_time(la, monkeypatch):
     batch = first_batch(batch_size=1)
     whole = tuple(la.predictive_moments(batch))
     run, sizes = Graph._pass, []

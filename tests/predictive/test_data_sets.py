@@ -6,7 +6,6 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
@@ -14,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from laplace_lora_ext import Prediction
 from laplace_lora_ext.predictive import data_sets
 from tests.support.choices import prompts_of
-from tests.support.models import ragged_batches
+from tests.support.models import Batch, ragged_batches
 from tests.support.posteriors import fitted, generator, plain_regression
 from tests.support.ranks import assert_alike, on_ranks
 
@@ -25,7 +24,6 @@ LENGTHS = (2, 7, 4, 5, 7, 3, 6, 2, 7, 4, 1)
 
 
 Row = dict[str, Any]
-Batch = dict[str, Tensor]
 
 
 def rows() -> list[Row]:
@@ -72,13 +70,9 @@ def of_size(batch_size: int) -> dict[str, Any]:
     return {"collate_fn": collate, "batch_size": batch_size}
 
 
-def loader() -> DataLoader:
-    return DataLoader(rows(), **of_size(4))
-
-
 # Data, and what a prediction must be told to make batches of them.
 DATA: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-    "loader": (loader, {}),
+    "loader": (lambda: DataLoader(rows(), **of_size(4)), {}),
     "generator": (lambda: (collate([row]) for row in rows()), {}),
     "datasets": (lambda: datasets.Dataset.from_list(rows()), of_size(4)),
     "list of rows": (rows, of_size(32)),
@@ -136,18 +130,18 @@ def by_five_draws(la: Any, data: Any, **options: Any) -> Prediction:
     return la.predict(data, n_samples=5, generator=generator(), **options)
 
 
-def test_every_batch_gets_the_same_draws(la):
-    (batch,) = ragged_batches(batch_size=8)
-    twice = by_five_draws(la, [batch, batch], link_approx="mc")
-    once = by_five_draws(la, batch, link_approx="mc")
+def test_every_batch_gets_the_same_draws(la, eight_texts):
+    both = [eight_texts, eight_texts]
+    twice = by_five_draws(la, both, link_approx="mc")
+    once = by_five_draws(la, eight_texts, link_approx="mc")
     first, second = twice.probabilities.split(8)
     assert torch.equal(first, once.probabilities)
     assert torch.equal(second, once.probabilities)
-    first, second = la.predict_proba([batch, batch], "mc").reshape(2, 8, 3)
+    first, second = la.predict_proba(both, "mc").reshape(2, 8, 3)
     assert first.tolist() == second.tolist()
     draws = {"link_approx": "mc", "n_samples": 100_000, "generator": generator()}
     # Of one draw, the error would be larger.
-    assert_close(torch.from_numpy(first), la(batch, **draws), rtol=0, atol=1e-3)
+    assert_close(torch.from_numpy(first), la(eight_texts, **draws), rtol=0, atol=1e-3)
 
 
 def test_loaders_of_another_order_are_refused(la):

@@ -53,8 +53,7 @@ def test_moments_and_functions_of_a_regression(structure):
 
 
 @pytest.mark.parametrize("link", ["mean_field", "mc", "bridge"])
-def test_without_variance_a_prediction_is_one_forward_pass(link, batch):
-    la = fitted()
+def test_without_variance_a_prediction_is_one_forward_pass(la, link, batch):
     la.prior_precision = 1e12
     la.logit_scale = 0.5
     with la.model.forward_passes():
@@ -83,8 +82,7 @@ def test_without_variance_a_prediction_is_one_forward_pass(link, batch):
 
 
 @pytest.mark.parametrize("diagonal_output", [False, True])
-def test_functional_samples_have_the_predictive_moments(batch, diagonal_output):
-    la = fitted()
+def test_functional_samples_have_the_predictive_moments(la, batch, diagonal_output):
     options = {"n_samples": 5, "diagonal_output": diagonal_output}
     samples = la.functional_samples(batch, generator=generator(), **options)
     f_mu, f_var = la.predictive_moments(batch)

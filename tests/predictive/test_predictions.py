@@ -194,10 +194,9 @@ def test_a_posterior_predicts_normal_targets():
         la.predict_proba(X)
 
 
-def test_rewards_have_no_noise():
+def test_rewards_have_no_noise(batch):
     model = lora_model("bert", n_labels=1)
     la = fitted(batches=preferences(), model=model, likelihood="reward_modeling")
-    batch = first_batch()
     prediction = la.predict(batch)
     f_mu, f_var = la(batch)
     assert_close(prediction.mean, f_mu)

@@ -62,9 +62,7 @@ def test_moments_are_those_of_predictions_under_any_prior(
 # --- an infinite prior precision ------------------------------------------------------
 
 
-def test_an_infinite_prior_precision_leaves_layers_out():
-    batch = first_batch()
-    la = fitted()
+def test_an_infinite_prior_precision_leaves_layers_out(la, batch):
     statistics = statistics_of(la, [batch])
     of_first_layer = torch.tensor(
         [2.0 if ".layer.0." in block.name else torch.inf for block in la.blocks]
@@ -84,8 +82,7 @@ def test_an_infinite_prior_precision_leaves_layers_out():
 # --- dtypes and gradients -------------------------------------------------------------
 
 
-def test_moments_have_gradients_of_the_prior_precision():
-    la = fitted()
+def test_moments_have_gradients_of_the_prior_precision(la):
     statistics = statistics_of(la, [first_batch()])
     precision = priors_of_blocks(la).requires_grad_()
     assert torch.autograd.gradcheck(
@@ -93,8 +90,7 @@ def test_moments_have_gradients_of_the_prior_precision():
     )
 
 
-def test_statistics_of_no_data_or_of_other_labels_are_refused():
-    la = fitted()
+def test_statistics_of_no_data_or_of_other_labels_are_refused(la):
     with pytest.raises(ValueError, match="no data"):
         la.predictive_statistics([])
     batches = ragged_batches()

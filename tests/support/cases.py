@@ -34,6 +34,7 @@ from tests.support.dense import (
     predicted,
     softmax_fisher,
 )
+from tests.support.models import part_of
 from tests.support.posteriors import make, priors_of_blocks
 
 # --- what targets are distributed by --------------------------------------------------
@@ -144,10 +145,7 @@ def rows_of(batch: Any) -> list[Any]:
         X, _ = batch
         return list(X.split(1))
     n_examples = len(next(iter(batch.values())))
-    return [
-        {key: column[row : row + 1] for key, column in batch.items()}
-        for row in range(n_examples)
-    ]
+    return [part_of(batch, slice(row, row + 1)) for row in range(n_examples)]
 
 
 def unpadded_rows(batch: Any) -> list[Any]:

@@ -102,19 +102,11 @@ def alone(
 
 def softmax_fisher(logits: Tensor) -> Tensor:
     """Compute `diag(p) - p pᵀ` of `(..., C)` logits in float64."""
-    n_classes = logits.shape[-1]
-    log_p = logits.double().log_softmax(-1)
-    p = log_p.exp()
-    itself = torch.eye(n_classes).bool()
-    # 1 - p cancels where p is near 1: the sum of the other classes' probabilities does
-    # not.
-    of_each = log_p[..., None, :].expand(*log_p.shape, n_classes)
-    of_others = of_each.masked_fill(itself, -torch.inf)
-    log_p_of_others = of_others.logsumexp(-1)
-    variances = p * log_p_of_others.exp()
+    p = logits.double().softmax(-1)
     products = p[..., :, None] * p[..., None, :]
-    covariances = products.masked_fill(itself, 0)
-    return torch.diag_embed(variances) - covariances
+    of_others = products.masked_fill(torch.eye(p.shape[-1]).bool(), 0)
+    # 1 - p cancels where p is near 1: the sum of the others' probabilities does not.
+    return torch.diag_embed(of_others.sum(-1)) - of_others
 
 
 def bernoulli_fisher(logits: Tensor) -> Tensor:

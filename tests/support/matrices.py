@@ -1,13 +1,12 @@
 """Cases with weights of every kind."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from tests.compatibility.kinds import with_frozen_a
 from tests.support.cases import Case, unpadded_rows
@@ -15,11 +14,13 @@ from tests.support.models import (
     CLASS_TOKEN_IDS,
     N_CLASSES,
     RAGGED,
-    VOCABULARY,
+    TwoLinear,
     built,
     lora_model,
     pairs,
+    part_of,
     ragged_batches,
+    with_lora,
 )
 from tests.support.posteriors import normal
 from tests.support.snapshots import half_trained
@@ -42,23 +43,15 @@ def of_answers() -> Case:
     )
 
 
-class Prompts(nn.Module):
-    """Tokenises prompts, one token a letter, and reads the answer behind them."""
+class Prompts(TwoLinear):
+    """Reads how often each vowel is in prompts that are no tokens."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: Mapping[str, Any] | None = None, **inputs: Any) -> Tensor:
-        texts = []
-        for prompt in (batch or inputs)["prompt"]:
-            letters = torch.tensor([ord(letter) for letter in prompt])
-            texts.append(letters % VOCABULARY)
-        ids = pad_sequence(texts, batch_first=True)
-        mask = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
-        logits = self.model(ids, attention_mask=mask).logits
-        at_last = logits[torch.arange(len(ids)), mask.sum(-1) - 1]
-        return at_last[:, CLASS_TOKEN_IDS]
+    def forward(self, batch: Any = None, **inputs: Any) -> Tensor:
+        counts = [
+            [prompt.count(vowel) for vowel in "aeiou"]
+            for prompt in (batch or inputs)["prompt"]
+        ]
+        return super().forward(torch.tensor(counts).double())
 
 
 def of_strings() -> Case:
@@ -69,7 +62,7 @@ def of_strings() -> Case:
         {"prompt": of_batch, "labels": torch.tensor(right)}
         for of_batch, right in zip(texts, labels, strict=True)
     ]
-    return Case(Prompts(lora_model("gpt2").eval()), batches)
+    return Case(with_lora(Prompts(), "first", "second"), batches)
 
 
 def of_multiple_choice() -> Case:
@@ -77,22 +70,15 @@ def of_multiple_choice() -> Case:
     base = built(
         "BertForMultipleChoice", num_hidden_layers=2, attn_implementation="eager"
     )
-    lora = LoraConfig(r=2, target_modules=["query", "value"])
-    model = get_peft_model(base, lora)
-    # Larger than weights begin, so that answers differ; and no B is 0.
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)
+    model = with_lora(base, "query", "value").eval()
     (texts,) = ragged_batches((7, 4, 5, 7, 3, 6) * 2, batch_size=12)
     columns = {
         "input_ids": texts["input_ids"].unflatten(0, (4, 3)),
         "attention_mask": texts["attention_mask"].unflatten(0, (4, 3)),
         "labels": texts["labels"][:4],
     }
-    batches = [
-        {name: column[rows] for name, column in columns.items()}
-        for rows in (slice(0, 3), slice(3, 4))
-    ]
-    return Case(model.double().eval(), batches)
+    batches = [part_of(columns, rows) for rows in (slice(3), slice(3, 4))]
+    return Case(model, batches)
 
 
 LINEAR: dict[str, Callable[[], Case]] = {

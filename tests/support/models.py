@@ -1,7 +1,7 @@
 """Small models with LoRA adapters, and ragged batches for them."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -138,13 +138,6 @@ def llama_with_output_layer() -> PeftModel:
     return get_peft_model(llama(), lora)
 
 
-def laplace_keywords(kind: str) -> dict[str, object]:
-    """Tell the Laplace classes what they must know of `lora_model(kind)`."""
-    if kind == "bert":
-        return {}
-    return {"class_token_ids": CLASS_TOKEN_IDS}
-
-
 def head_of(model: nn.Module) -> nn.Module:
     """Find the one layer that PEFT trains beside the adapter."""
     (head,) = (
@@ -158,6 +151,11 @@ def head_of(model: nn.Module) -> nn.Module:
 def without_labels(batch: dict[str, Any]) -> dict[str, Any]:
     """Leave the labels out of a batch."""
     return {key: value for key, value in batch.items() if key != "labels"}
+
+
+def part_of(batch: Mapping[str, Any], place: Any) -> dict[str, Any]:
+    """Take some examples of a batch by a slice, or one as a data set has it."""
+    return {key: column[place] for key, column in batch.items()}
 
 
 # In batches of three the last has two texts; those of seven tokens have no padding.
@@ -190,7 +188,7 @@ def ragged_batches(
         "labels": labels,
     }
     return [
-        {key: column[start : start + batch_size] for key, column in columns.items()}
+        part_of(columns, slice(start, start + batch_size))
         for start in range(0, len(lengths), batch_size)
     ]
 
@@ -198,9 +196,7 @@ def ragged_batches(
 def one_by_one(batches: Iterable[Batch]) -> list[Batch]:
     """Take the examples of batches, as a data set has them."""
     return [
-        {key: column[row] for key, column in batch.items()}
-        for batch in batches
-        for row in range(len(batch["labels"]))
+        part_of(batch, row) for batch in batches for row in range(len(batch["labels"]))
     ]
 
 
@@ -250,12 +246,8 @@ class OfBatches(nn.Module):
         return getattr(self.model(**batch or inputs), self.output)
 
 
-class OfMapping(nn.Module):
-    """A module of a mapping, which also takes its keys as keywords."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
+class OfMapping(OfBatches):
+    """Around a module of a mapping: it also takes its keys as keywords."""
 
     def forward(self, batch: Any = None, **inputs: Tensor) -> Tensor:
         return self.model(inputs if batch is None else batch)

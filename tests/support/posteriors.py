@@ -1,7 +1,6 @@
 """Posteriors of the small models, and what many tests ask of them."""
 
 from collections.abc import Iterable, Sequence
-from itertools import cycle
 from typing import Any
 
 import laplace
@@ -13,10 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_lora_ext.models.logits_model import LogitsModel
 from tests.support.models import (
+    CLASS_TOKEN_IDS,
     RAGGED,
     Batch,
     head_of,
-    laplace_keywords,
     lora_model,
     normal,
     plain_model,
@@ -34,13 +33,6 @@ KFAC_APPROX = ["gradient", "expand"]
 # So few that each can be computed by hand.
 GRID = {"log_prior_prec_min": -2, "log_prior_prec_max": 2, "grid_size": 7}
 PRIORS_ALONE = GRID | {"optimize_scale": False}
-
-
-def with_structures(cases: Iterable[Any]) -> list[tuple[str, Any]]:
-    """Pair each case with our structure, and with one of the host's by turns."""
-    cases = list(cases)
-    ours = [("lowrank_kron", case) for case in cases]
-    return ours + list(zip(cycle(HOSTS_STRUCTURES), cases, strict=False))
 
 
 def make(
@@ -78,7 +70,9 @@ def fitted(
         keywords["backend_kwargs"] = settings | keywords.get("backend_kwargs", {})
     if model is None:
         model = lora_model(kind, dtype)
-    la = make(model, structure, **laplace_keywords(kind) | keywords)
+    if kind != "bert":
+        keywords.setdefault("class_token_ids", CLASS_TOKEN_IDS)
+    la = make(model, structure, **keywords)
     la.fit(ragged_batches() if batches is None else batches)
     return la
 
@@ -171,19 +165,18 @@ class HostLoader(list[Batch]):
 
 def stock(
     model: nn.Module,
-    kind: str,
     batches: list[Batch],
     parts: Sequence[str] = ("lora_",),
     dict_key_x: str = "input_ids",
 ):
-    """Fit the host's Kron over weights with these parts in their names.
+    """Fit the host's Kron of a classifier over weights with these parts in their names.
 
     It reads a batch's size off `dict_key_x`.
     """
     for name, parameter in model.named_parameters():
         takes_part = any(part in name for part in parts)
         parameter.requires_grad_(takes_part)
-    wrapper = LogitsModel(model, **laplace_keywords(kind))
+    wrapper = LogitsModel(model)
     la = laplace.Laplace(
         wrapper, "classification", "all", "kron", dict_key_x=dict_key_x
     )

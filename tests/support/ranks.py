@@ -16,7 +16,7 @@ from torch import Tensor, multiprocessing
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from tests.support.models import ragged_batches
+from tests.support.models import part_of, ragged_batches
 
 
 def on_ranks(job: Callable[[int], Any], world: int) -> list[Any]:
@@ -90,7 +90,7 @@ class Texts(Dataset):
         return len(self.batches)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {key: value[0] for key, value in self.batches[index].items()}
+        return part_of(self.batches[index], 0)
 
 
 def dealt(examples: Any, batch_size: int = 2) -> DataLoader:

@@ -25,6 +25,7 @@ from tests.support.models import (
     Batch,
     built,
     lora_model,
+    part_of,
     ragged_batches,
 )
 from tests.support.posteriors import generator, make, normal
@@ -43,7 +44,8 @@ def preferences() -> list[Batch]:
     pairs = {"labels": batch["labels"]}
     for key in ("input_ids", "attention_mask"):
         text = batch[key]
-        pairs[key] = torch.stack([text, text.flip(0)], dim=1)
+        # Beside the text before it, so that no pair is another one turned round.
+        pairs[key] = torch.stack([text, text.roll(1, 0)], dim=1)
     return [pairs]
 
 
@@ -123,7 +125,7 @@ class Task:
     def case(self) -> Case:
         """Build the model, and make batches of three examples at most."""
         batches = [
-            {key: column[start : start + 3] for key, column in batch.items()}
+            part_of(batch, slice(start, start + 3))
             for batch in self.data()
             for start in range(0, len(batch["labels"]), 3)
         ]

@@ -13,7 +13,7 @@ from laplace_lora_ext.metrics import compare
 from laplace_lora_ext.plots import outcomes
 from laplace_lora_ext.tasks import TASKS
 from tests.support.dense import full_rank
-from tests.support.models import Batch, OfMapping, lora_model, without_labels
+from tests.support.models import Batch, OfBatches, OfMapping, lora_model, without_labels
 from tests.support.posteriors import generator, make
 from tests.support.tasks import LABELS
 from tests.support.tasks import texts_of_several_labels as batches
@@ -28,15 +28,11 @@ N_LABELS = 3  # as many as `lora_model` has outputs
 N_TEXTS = 8
 
 
-class InTwoColumns(nn.Module):
+class InTwoColumns(OfBatches):
     """Makes rows `[0, f]` of each logit f, whose softmax is f's sigmoid."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
     def forward(self, batch: Batch) -> Tensor:
-        f = self.model(**batch).logits
+        f = super().forward(batch)
         rows = torch.stack([torch.zeros_like(f), f], dim=-1)
         # Each label of each text is an example.
         return rows.flatten(0, 1)

@@ -17,6 +17,7 @@ from tests.support.models import (
     N_CLASSES,
     Batch,
     lora_model,
+    part_of,
     record_calls,
     without_labels,
 )
@@ -36,11 +37,6 @@ def first_batch() -> Batch:
     return first
 
 
-def texts_of(batch: Batch, rows: slice) -> Batch:
-    """Take some texts of a batch, with their padding."""
-    return {key: value[rows] for key, value in batch.items()}
-
-
 def fitted(structure: str = "lowrank_kron", data: Any = None, **keywords: Any):
     """Fit a posterior at full rank and by exact seeds."""
     settings = full_rank(structure, stochastic=False) | keywords
@@ -49,13 +45,17 @@ def fitted(structure: str = "lowrank_kron", data: Any = None, **keywords: Any):
     return la
 
 
+@pytest.fixture
+def la():
+    return fitted()
+
+
 def predicted(la, data: Batch | Sequence[Batch]):
     """Predict by draws of one seed, so that calls can be compared."""
     return la.predict(data, generator=generator())
 
 
-def test_pictures_of_labels_of_tokens_are_refused():
-    la = fitted()
+def test_pictures_of_labels_of_tokens_are_refused(la):
     with pytest.raises(ValueError, match="token_classification has one a token"):
         plots.outcomes(la, batches())
 
@@ -68,8 +68,7 @@ def test_signs_are_drawn_by_default_and_take_two_passes():
     assert seeds.weights.shape == (2, 1)
 
 
-def test_a_prediction_has_numbers_of_every_token_but_padding_at_one_width():
-    la = fitted()
+def test_a_prediction_has_numbers_of_every_token_but_padding_at_one_width(la):
     first, second, _ = batches()
     mask = is_real(first)
     prediction = predicted(la, first)
@@ -102,8 +101,7 @@ def test_a_prediction_has_numbers_of_every_token_but_padding_at_one_width():
 
 
 @pytest.mark.parametrize("pred_type", ["glm", "nn"])
-def test_samples_are_of_every_token_but_padding(pred_type):
-    la = fitted()
+def test_samples_are_of_every_token_but_padding(la, pred_type):
     batch = first_batch()
     # Each sample is then the model's own logits.
     la.prior_precision = NARROW
@@ -120,7 +118,7 @@ def test_samples_are_of_every_token_but_padding(pred_type):
 @pytest.fixture
 def long_text() -> Batch:
     """Make a text of seven tokens, of which more than two are labelled."""
-    text = texts_of(first_batch(), slice(1))
+    text = part_of(first_batch(), slice(1))
     assert is_real(text).sum() == 7
     assert (text["labels"] != IGNORED).sum() > 2
     return text
@@ -163,8 +161,7 @@ def test_a_long_text_is_read_alike_by_a_few_tokens_at_a_time(
     assert_close(of_first, of_text, **EXACT_OR_NAN)
 
 
-def test_texts_that_come_one_at_a_time_may_lack_labels(monkeypatch):
-    la = fitted()
+def test_texts_that_come_one_at_a_time_may_lack_labels(la, monkeypatch):
     _, batch, _ = batches()
     labelled = batch["labels"] != IGNORED
     _, of_second, *_ = labelled
@@ -178,8 +175,7 @@ def test_texts_that_come_one_at_a_time_may_lack_labels(monkeypatch):
     assert len(p) == labelled.sum()
 
 
-def test_figures_are_over_labelled_tokens():
-    la = fitted()
+def test_figures_are_over_labelled_tokens(la):
     fit = dense(TASKS["tokens"].case())
     is_right = fit.logits.argmax(-1) == fit.case.labels()
     trained = compare(la, batches()).trained
@@ -197,10 +193,9 @@ def test_labels_of_padding_are_refused():
         fitted(data=[batch])
 
 
-def test_a_batch_without_a_label_is_refused():
+def test_a_batch_without_a_label_is_refused(la):
     first, second, _ = batches()
     second["labels"].fill_(IGNORED)
-    la = fitted()
     for use in (
         lambda: la.fit([first, second]),
         lambda: la.predictive_statistics([first, second]),

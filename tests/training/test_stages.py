@@ -3,7 +3,6 @@
 import json
 import os
 from copy import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -400,17 +399,16 @@ def test_the_noise_of_numbers_is_among_the_figures(tmp_path):
 # --- several processes ----------------------------------------------------------------
 
 
-def in_ranks(rank: int, folder: Path):
-    """Train two members on one of two ranks; return a prediction and figures."""
-    launched(rank, 2, 29517)
-    trainer = trainer_of(folder, max_steps=2, ddp_backend="gloo", eval_data=Texts(9))
-    la = train_in_stages(trainer, members=2)
-    figures = trainer.state.log_history[-1]
-    return la(BATCH), la.members[0].n_data, figures
-
-
 def test_processes_train_and_choose_together(tmp_path):
-    first, second = on_ranks(lambda rank: in_ranks(rank, tmp_path), 2)
+    def job(rank):
+        launched(rank, 2, 29517)
+        trainer = trainer_of(
+            tmp_path, max_steps=2, ddp_backend="gloo", eval_data=Texts(9)
+        )
+        la = train_in_stages(trainer, members=2)
+        return la(BATCH), la.members[0].n_data, trainer.state.log_history[-1]
+
+    first, second = on_ranks(job, 2)
     assert_close(first[0], second[0])
     assert first[1:] == second[1:]
     assert first[1] == N

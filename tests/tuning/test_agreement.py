@@ -33,8 +33,7 @@ def change(la: Any, batches: Iterable[Any], n_samples: int = 20_000) -> float:
     return torch.cat(distances).mean().item()
 
 
-def test_draws_change_the_predictions_by_as_much_as_is_allowed():
-    la = fitted()
+def test_draws_change_the_predictions_by_as_much_as_is_allowed(la):
     max_change = 0.05
     # Which can be read once.
     unlabelled = (without_labels(batch) for batch in ragged_batches())
@@ -57,8 +56,7 @@ def test_draws_change_the_predictions_by_as_much_as_is_allowed():
 
 
 @pytest.mark.parametrize("start", [1e-5, 1e5, torch.arange(1.0, 9.0)], ids=str)
-def test_the_start_is_scaled_as_a_whole_wherever_it_is(start):
-    la = fitted()
+def test_the_start_is_scaled_as_a_whole_wherever_it_is(la, start):
     history = la.optimize_prior_precision(
         method=METHOD,
         train_loader=ragged_batches(),
@@ -82,9 +80,8 @@ def test_a_search_ends_where_nothing_agrees():
     assert chosen == pytest.approx(1e12)
 
 
-def test_no_more_texts_than_are_drawn_pass_through_the_model():
+def test_no_more_texts_than_are_drawn_pass_through_the_model(la):
     many = DataLoader(Texts(60), batch_size=5)
-    la = fitted()
     la.fit(many)
     n_texts: list[int] = []
     la.model.register_forward_hook(lambda *call: n_texts.append(len(call[-1])))

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributions import MultivariateNormal
 from torch.testing import assert_close
 
 from laplace_lora_ext import GridSearch, LaplaceMixture, TuningHistory
@@ -24,7 +23,8 @@ from laplace_lora_ext.tuning.gridsearch import (
     warn_at_ends,
 )
 from laplace_lora_ext.tuning.method import draw_seed
-from tests.support.models import RAGGED, ragged_batches
+from tests.support.cases import Gaussian
+from tests.support.models import RAGGED, Batch, ragged_batches
 from tests.support.posteriors import (
     GRID,
     PRIORS_ALONE,
@@ -36,9 +36,6 @@ from tests.support.posteriors import (
     validation_loss,
 )
 from tests.support.texts import fitted_text, text_batches
-
-Batch = dict[str, Tensor]
-
 
 # --- against brute force --------------------------------------------------------------
 
@@ -190,6 +187,14 @@ def test_a_choice_at_an_end_of_the_grid_is_said_once(losses, says):
 
 # --- a scale of the logits ------------------------------------------------------------
 
+LOGS = torch.tensor(LOGIT_SCALES, dtype=torch.float64).log()
+
+
+def trial_of(losses: Tensor) -> Any:
+    """Choose a scale by two examples' summed losses at each of them."""
+    score = Likelihoods("mean_field", 1, LOGIT_SCALES)
+    return score.trial(torch.ones(1), losses, n_examples=2)
+
 
 # Below 1, above it, and where there is nothing to choose between them.
 @pytest.mark.parametrize(
@@ -197,10 +202,7 @@ def test_a_choice_at_an_end_of_the_grid_is_said_once(losses, says):
 )
 def test_many_examples_choose_the_best_scale_and_each_has_a_penalty(best, penalty):
     curvature = 3e3
-    logs = torch.tensor(LOGIT_SCALES, dtype=torch.float64).log()
-    losses = curvature * (logs - best) ** 2
-    score = Likelihoods("mean_field", 1, LOGIT_SCALES)
-    found = score.trial(torch.ones(1), losses, n_examples=2)
+    found = trial_of(curvature * (LOGS - best) ** 2)
     # The loss a (log s - b)², with the penalty c (log s)², is least at a b / (a + c).
     expected = curvature * best / (curvature + penalty)
     # Between two of the scales that are weighed.
@@ -211,13 +213,10 @@ def test_many_examples_choose_the_best_scale_and_each_has_a_penalty(best, penalt
 
 
 def test_few_examples_choose_the_mean_of_all_scales():
-    logs = torch.tensor(LOGIT_SCALES, dtype=torch.float64).log()
     # With the penalty below 1, a line is another normal distribution of log s.
     mean, rate = -1.5, 2 * PENALTIES[0]
-    losses = -rate * mean * logs
-    score = Likelihoods("mean_field", 1, LOGIT_SCALES)
-    found = score.trial(torch.ones(1), losses, n_examples=2)
-    fine = torch.linspace(logs.min(), logs.max(), 100_000).double()
+    found = trial_of(-rate * mean * LOGS)
+    fine = torch.linspace(LOGS[0], LOGS[-1], 100_000).double()
     penalty = torch.where(fine < 0, *PENALTIES) * fine**2
     weights = (rate * mean * fine - penalty).exp()
     expected = (weights * fine).sum() / weights.sum()
@@ -229,8 +228,7 @@ def test_few_examples_choose_the_mean_of_all_scales():
     assert found.loss == pytest.approx(loss)
 
 
-def test_a_search_that_ends_without_variance_says_so():
-    la = fitted()
+def test_a_search_that_ends_without_variance_says_so(la):
     assert "without variance" not in repr(la)
     # The model is right, yet not sure.
     texts = ragged_batches(lengths=RAGGED * 3, seed=7)
@@ -262,14 +260,11 @@ def numbers(la: Any, X: Tensor, scale: float = 1.0) -> list[tuple[Tensor, Tensor
     return [(X[:5], y[:5]), (X[5:], y[5:])]
 
 
-def loss_of(la: Any, batches: list[tuple[Tensor, Tensor]], sigma_noise: Any) -> float:
+def loss_of(la: Any, batches: list[tuple[Tensor, Tensor]]) -> float:
     """Average the negative log-density of the targets."""
-    losses = []
-    for X, y in batches:
-        f_mu, f_var = la(X)
-        noise = sigma_noise**2 * torch.eye(y.shape[1]).double()
-        losses.append(-MultivariateNormal(f_mu, f_var + noise).log_prob(y))
-    return torch.cat(losses).mean().item()
+    target = Gaussian()
+    target.noise = la.sigma_noise
+    return torch.cat([target.nll(la(X), y) for X, y in batches]).mean().item()
 
 
 @pytest.mark.parametrize(("structure", "n_outputs"), [("lowrank_kron", 1), ("full", 2)])
@@ -286,7 +281,7 @@ def test_each_prior_has_the_noise_that_is_best_for_it(structure, n_outputs):
             la.sigma_noise = factor * trial.sigma_noise
             # The search's priors are relative to the noise, which moves alone here.
             la.prior_precision = trial.prior_precision / factor**2
-            losses.append(loss_of(la, batches, la.sigma_noise))
+            losses.append(loss_of(la, batches))
         assert losses[0] == pytest.approx(trial.objective, rel=1e-5)
         assert losses[0] == min(losses)
 
@@ -316,8 +311,7 @@ def test_targets_of_any_scale_have_their_noise(structure, scale):
 # --- one pass over the data -----------------------------------------------------------
 
 
-def test_a_search_keeps_no_statistics_of_examples_that_it_has_scored(monkeypatch):
-    la = fitted()
+def test_a_search_keeps_no_statistics_of_examples_that_it_has_scored(la, monkeypatch):
     batches = ragged_batches(seed=7, batch_size=2)
     expected = GridSearch(val_loader=batches * 6, **PRIORS_ALONE)(la).objective
     monkeypatch.setattr(gridsearch, "_ROWS", 4)

@@ -35,8 +35,7 @@ def loader(places: Sequence[int] = range(N)) -> DataLoader:
     return DataLoader(Subset(Texts(N), places), batch_size=2)
 
 
-def test_it_takes_over_what_the_held_out_examples_choose():
-    la = fitted()
+def test_it_takes_over_what_the_held_out_examples_choose(la):
     before = values(la.model)
     train = Training()
     # Numbers to start from are multiplied as a whole.
@@ -118,9 +117,8 @@ PART = [1, 2, 4, 7, 9]
     ],
 )
 def test_each_example_that_a_loader_gives_is_trained_on_or_held_out(
-    given, places, n_held_out
+    la, given, places, n_held_out
 ):
-    la = fitted()
     train = Training()
     choose = SecondTraining(train=train, train_loader=given, held_out=0.4)
     choose(la)
