@@ -127,7 +127,9 @@ class FunctionSpaceStructure(Structure):
     def zeros(self) -> Texts:
         return Texts()
 
-    def _add(self, sums: Texts, x: Any, y: Tensor) -> tuple[Tensor, Texts]:
+    def add(
+        self, sums: Texts, x: Any, y: Tensor, examples: Tensor
+    ) -> tuple[Tensor, Texts]:
         Js, logits = self.recorder.jacobians(x)
         labels = self.task.check_targets(y, logits)
         more = replace(

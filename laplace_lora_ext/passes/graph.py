@@ -131,8 +131,8 @@ class Taps:
         those of whose rows no hook sees anything; if there is one, whole gradients are
         taken of all
     anchor : torch.Tensor
-        what all backward passes are asked for. Weights of layers that are called
-        require no gradient, and a pass goes no further than it must
+        what all backward passes are asked for, `on_layers` alone. Weights of layers
+        that are called require no gradient, and a pass goes no further than it must
     are_checkpointed : bool
         whether any layers are computed anew in backward passes
     receive : callable or None
@@ -181,8 +181,9 @@ class Taps:
 
         Layers that the user's training checkpoints are checkpointed here too.
         """
-        self.anchor = torch.zeros((), requires_grad=True)
         with ExitStack() as undoing:
+            self.anchor = torch.zeros((), requires_grad=True)
+            undoing.callback(delattr, self, "anchor")
             for index, block in enumerate([] if self.without_rows else self.blocks):
                 # Before the user's hooks, which may change outputs.
                 tap = partial(self.tap, index)

@@ -142,7 +142,7 @@ def test_a_text_by_itself_has_its_own_labels(adapted):
     owners = (y != IGNORED).nonzero()[:, 0]
     none: Any = None
     numbers = torch.linspace(0, 0.99, len(owners)).double()[None]
-    objective = LANGUAGE_MODELING.objective(adapted, y, none, lambda n: numbers)
+    objective = LANGUAGE_MODELING.objective(adapted, y, none, lambda: numbers)
     alone = [
         objective.compute(text, owners == row)
         for row, text in enumerate(unpadded_rows(batch))
