@@ -278,6 +278,9 @@ def test_in_parts_all_is_the_same_by_as_many_passes_and_few_rows_of_logits(
     # A text by itself has as few rows; LoRA of the output layer has more of its own.
     if make_model is not gemma2:
         assert n_in_parts == A_FEW_ROWS < n_at_once
+    # Ranks that share a model make the same passes: they read all at once.
+    monkeypatch.setattr(language, "is_shared", lambda model: True)
+    assert len(la.model.parts(batches[0])) == 1
 
 
 # --- what is refused ------------------------------------------------------------------
