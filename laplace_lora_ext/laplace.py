@@ -13,6 +13,7 @@ import laplace
 import torch
 from laplace.baselaplace import DiagLaplace, FullLaplace, KronLaplace
 from laplace.utils.matrix import KronDecomposed
+from laplace.utils.utils import invsqrt_precision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -88,14 +89,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     @torch.inference_mode(False)  # what is kept must not be an inference tensor
     def posterior_precision(self) -> LowRankKronDecomposed:
         """Return the posterior precision, made once for a fit and its prior."""
-        kept = self._posterior_scale
-        # A prior may be changed in place.
-        if kept is None or kept[0] != self.prior_precision._version:
-            self._check_H_init()
-            made = self.H * self._H_factor + self.prior_precision
-            kept = self.prior_precision._version, made
-            self._posterior_scale = kept
-        return kept[1]
+        return self._once(lambda: self.H * self._H_factor + self.prior_precision)
 
     def _linearised(
         self, part: Any, joint: bool, directions: Directions
@@ -251,6 +245,12 @@ class FullLoRALaplace(LoRALaplace, FullLaplace):
 
     _key = ("lora", "full")
     _kind_of_structure: ClassVar[type[Structure]] = FullStructure
+
+    @property
+    @torch.inference_mode(False)  # what is kept must not be an inference tensor
+    def posterior_scale(self) -> Tensor:
+        """Return a root of the covariance, made once for a fit and its prior."""
+        return self._once(lambda: invsqrt_precision(self.posterior_precision))
 
     @property
     def log_det_posterior_precision(self) -> Tensor:

@@ -255,8 +255,6 @@ class LoRALaplace(Posterior, Predictor):
         backend = self._kind_of_structure.backend_type
         if issubclass(backend, CurvatureInterface):  # the host's own
             check_known_to_host(self.blocks)
-        else:
-            options = {"recorder": self.recorder, **options}
         with self._prepared():  # the host collects the parameters that require grad
             super().__init__(
                 self.model,
@@ -274,7 +272,7 @@ class LoRALaplace(Posterior, Predictor):
         self.n_contrasts = None
         self.metadata: dict[str, Any] = {}
         self.likelihood = self.task.name  # as the backend and files know it
-        self.backend  # noqa: B018 - refuses wrong options now, and not in `fit`
+        self._structure  # noqa: B018 - refuses wrong options now, and not in `fit`
 
     @property
     def members(self) -> Sequence[LoRALaplace]:
@@ -445,6 +443,16 @@ class LoRALaplace(Posterior, Predictor):
         if name == "prior_precision":
             self._smallest_prior = None  # not looked at yet
         super().__setattr__(name, float(value) if name in _NUMBERS else value)
+
+    def _once(self, make: Callable[[], Any]) -> Any:
+        """Return what is made of a fit and its prior, once for both."""
+        # Prior and noise may be changed in place.
+        versions = self.prior_precision._version, self.sigma_noise._version
+        kept = self._posterior_scale
+        if kept is None or kept[0] != versions:
+            self._check_H_init()
+            kept = self._posterior_scale = versions, make()
+        return kept[1]
 
     @property
     def _has_variance(self) -> bool:
@@ -900,6 +908,4 @@ class LoRALaplace(Posterior, Predictor):
     @property
     def _settings(self) -> dict[str, Any]:
         """Collect what the curvature depends on, beside model and data."""
-        options = dict(self._backend_kwargs)
-        options.pop("recorder", None)  # the user's know nothing of this model
-        return options | self._structure.settings
+        return self._backend_kwargs | self._structure.settings

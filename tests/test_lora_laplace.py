@@ -42,6 +42,18 @@ def test_a_prior_may_be_changed_in_place(batch, la):
     assert torch.equal(found, la(batch))
 
 
+@pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
+@pytest.mark.parametrize("name", ["prior_precision", "sigma_noise"])
+def test_numbers_changed_in_place_are_read_anew(structure, name):
+    la, x = plain_regression(structure=structure)
+    before = la.predictive_moments(x).f_var
+    getattr(la, name).mul_(100)
+    found = la.predictive_moments(x).f_var
+    assert not torch.allclose(found, before)
+    setattr(la, name, getattr(la, name).clone())
+    assert torch.equal(found, la.predictive_moments(x).f_var)
+
+
 def test_evidence_is_differentiable_in_the_noise():
     la, _ = plain_regression()
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from laplace_lora_ext.curvature.backend import KFAC_APPROX, LowRankKronGGN
 from laplace_lora_ext.curvature.decomposed import LowRankKronDecomposed, diagonal_of
 from laplace_lora_ext.curvature.kron import KroneckerBlock, StreamingUpdates
-from laplace_lora_ext.messages import naming
-from laplace_lora_ext.models.weights import check_in_place, read
+from laplace_lora_ext.messages import listed, naming
+from laplace_lora_ext.models.weights import check_in_place, read, without_rows
 from laplace_lora_ext.passes.graph import Rows
 from laplace_lora_ext.passes.recorder import Recorder, Rounds
 from laplace_lora_ext.tasks.task import Task
@@ -91,7 +91,26 @@ class Structure:
 
 @dataclass(frozen=True)
 class LowRankKronStructure(Structure):
-    """Kronecker factors: dense on the small side, low-rank on the large one."""
+    """Kronecker factors: dense on the small side, low-rank on the large one.
+
+    A `NotImplementedError` for "expand", where weights have no rows or a text has
+    several labels.
+    """
+
+    def __post_init__(self) -> None:
+        if self.backend.kfac_approx == "gradient":
+            return
+        unseen = [block.name for block in without_rows(self.recorder.blocks)]
+        if unseen:
+            raise NotImplementedError(
+                'kfac_approx="expand" sums over the rows of linear layers, and these '
+                f'have none: {listed(unseen)}. Use kfac_approx="gradient", or leave '
+                "them out with target_modules."
+            )
+        if self.task.has_tokens:
+            raise NotImplementedError(
+                f'{self.task.name} works with kfac_approx="gradient" only.'
+            )
 
     @property
     def settings(self) -> dict[str, Any]:

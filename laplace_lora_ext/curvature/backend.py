@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from numbers import Integral
 from typing import Any
 
@@ -9,11 +10,9 @@ import torch
 from torch import Tensor
 
 from laplace_lora_ext.curvature.kron import KroneckerBlock, StreamingUpdates
-from laplace_lora_ext.messages import check_count, check_name, listed
+from laplace_lora_ext.messages import check_count, check_name
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.weights import without_rows
 from laplace_lora_ext.passes.graph import Rows
-from laplace_lora_ext.passes.recorder import Recorder
 from laplace_lora_ext.tasks import task_of
 from laplace_lora_ext.tasks.task import Draws, Seeds
 
@@ -88,6 +87,7 @@ KFAC_APPROX = {"expand": add_rows, "gradient": add_gradients}
 # --- options, and seeds by them -------------------------------------------------------
 
 
+@dataclass
 class LowRankKronGGN:
     """Chooses what is back-propagated for the Fisher, and how its blocks are summed.
 
@@ -110,8 +110,6 @@ class LowRankKronGGN:
         given by the host, and not needed
     dict_key_y : str, default="labels"
         given by the host, and not needed
-    recorder : Recorder
-        of the model and the LoRA weights that take part
     rank : int, default=10
         how many eigenvectors to keep of a large factor (the paper's `n_kfac`)
     kfac_approx : {"gradient", "expand"}
@@ -137,55 +135,33 @@ class LowRankKronGGN:
     ------
     ValueError
         For an unknown `kfac_approx` or a negative rank.
-    NotImplementedError
-        For "expand", where weights have no rows or a text has several labels.
     """
 
-    def __init__(
-        self,
-        model: LogitsModel,
-        likelihood: str,
-        *,
-        dict_key_x: str = "input_ids",
-        dict_key_y: str = "labels",
-        recorder: Recorder,
-        rank: int = 10,
-        kfac_approx: str = "gradient",
-        tail: bool = True,
-        stochastic: bool | None = None,
-        draws: str = "signs",
-        num_samples: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        check_name("kfac_approx", kfac_approx, KFAC_APPROX)
-        check_name("draws", draws, _DRAWS)
+    model: LogitsModel
+    likelihood: str
+    _: KW_ONLY
+    dict_key_x: str = "input_ids"
+    dict_key_y: str = "labels"
+    rank: int = 10
+    kfac_approx: str = "gradient"
+    tail: bool = True
+    stochastic: bool | None = None
+    draws: str = "signs"
+    num_samples: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_name("kfac_approx", self.kfac_approx, KFAC_APPROX)
+        check_name("draws", self.draws, _DRAWS)
+        rank = self.rank
         if not isinstance(rank, Integral) or rank < 0:
             raise ValueError(f"The rank must be whole, and not negative: {rank!r}.")
-        if seed < 0:
-            raise ValueError(f"The seed must not be negative, but is {seed}.")
-        if num_samples is None:
-            num_samples = _DRAWS[draws]
-        check_count("num_samples", num_samples)
-        unseen = [block.name for block in without_rows(recorder.blocks)]
-        if unseen and kfac_approx == "expand":
-            raise NotImplementedError(
-                f"kfac_approx={kfac_approx!r} sums over the rows of linear layers, and "
-                f'these have none: {listed(unseen)}. Use kfac_approx="gradient", or '
-                "leave them out with target_modules."
-            )
-        self.task = task_of(likelihood)
-        if self.task.has_tokens and kfac_approx != "gradient":
-            raise NotImplementedError(
-                f'{likelihood} works with kfac_approx="gradient" only.'
-            )
-        self.model = model
-        self.rank = rank
-        self.kfac_approx = kfac_approx
-        self.tail = tail
-        self.stochastic = stochastic
-        self.draws = draws
-        self.num_samples = num_samples
-        self.seed = seed
+        if self.seed < 0:
+            raise ValueError(f"The seed must not be negative, but is {self.seed}.")
+        if self.num_samples is None:
+            self.num_samples = _DRAWS[self.draws]
+        check_count("num_samples", self.num_samples)
+        self.task = task_of(self.likelihood)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -201,6 +177,7 @@ class LowRankKronGGN:
         What is drawn depends on `examples`, `(N,)`: the number in the whole data of the
         example that each row of logits is of.
         """
+        assert self.num_samples is not None
         is_drawn = self.stochastic
         if is_drawn is None:
             is_drawn = self.task.draws_save(logits, self.num_samples)
@@ -220,5 +197,6 @@ class LowRankKronGGN:
                 "vocabulary at each token, and signs as many numbers: leave out "
                 "stochastic and draws, and raise num_samples for less noise."
             )
+        assert self.num_samples is not None
         numbers = Draws(self.seed, examples).uniform(self.num_samples)
         return numbers.to(self.model.device)

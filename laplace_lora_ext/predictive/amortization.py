@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
+from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from threading import get_ident
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laplace_lora_ext.messages import check_name
+from laplace_lora_ext.models.answers import output_layer_of
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.output_layer import logits_and_hidden_states
 from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.models.swapping import swapping
 from laplace_lora_ext.models.weights import are_in_place
@@ -26,6 +29,10 @@ from laplace_lora_ext.predictive.posterior import (
 )
 from laplace_lora_ext.processes import together
 from laplace_lora_ext.processes.shards import join_batches
+
+# How many calls of layers are searched for the logits: the last ones, so that few
+# activations are kept in memory.
+_LAST = 8
 
 # For each example, where there are too many outputs for a backward pass each.
 _DRAWS = 8
@@ -215,3 +222,93 @@ def features_of(la: Posterior, inputs: Any) -> tuple[Tensor, Tensor]:
     if hidden is not None:
         features = torch.cat([hidden, features], dim=-1)
     return logits, features.to(la.blocks[0].statistics_dtype)
+
+
+# --- what the layer that makes the logits reads ---------------------------------------
+
+
+class _LayerCall(NamedTuple):
+    """What a layer was given, and what it returned."""
+
+    layer: nn.Module
+    inputs: Tensor
+    output: Tensor
+
+
+def logits_and_hidden_states(
+    model: LogitsModel, batch: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Compute logits `(B, C)` and their layer's inputs `(B, d)` in one pass.
+
+    That layer is a language model's output layer, or else the linear layer whose
+    outputs are the logits, at the positions where they are read: in a head of several
+    layers the last one. Where there is none, as where a model changes its logits
+    afterwards, there is only None.
+
+    Call it within a session.
+    """
+    tree = model.tree
+    output_layer = output_layer_of(model.transformer) if model.has_answers else None
+    layers = tree.read_by
+    if output_layer is not None:
+        layers = [output_layer]
+    elif layers is None:  # modules that have a matrix, as LoRA's have
+        layers = [
+            module
+            for module in tree.modules
+            if isinstance(weight := getattr(module, "weight", None), Tensor)
+            and weight.ndim == 2
+        ]
+    calls: deque[_LayerCall] = deque(maxlen=_LAST)
+    own = get_ident()
+
+    def note(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        # Routers of experts have a matrix for a weight too, and return tuples.
+        if get_ident() == own and isinstance(output, Tensor):
+            given = [value for value in args if isinstance(value, Tensor)]
+            calls.extend(_LayerCall(layer, hidden, output) for hidden in given[:1])
+
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.callback(layer.register_forward_hook(note).remove)
+        logits = model(batch)
+    # `(B, C)`, or of tokens `(B, T, C)`, nan where no row of logits is.
+    by_text = model.in_places(logits, batch)
+    for call in calls:
+        hidden = _hidden_states(call, logits, by_text, output_layer is not None)
+        if hidden is not None:
+            tree.read_by = [call.layer]
+            return logits, hidden
+    tree.read_by = tree.read_by or []
+    return logits, None
+
+
+def _hidden_states(
+    call: _LayerCall, logits: Tensor, by_text: Tensor, is_output_layer: bool
+) -> Tensor | None:
+    """Return the inputs of a layer if it made the logits, else None."""
+    n_examples = len(by_text)
+    rows = call.output.shape[:-1]
+    if call.inputs.shape[:-1] != rows or not rows or rows[0] % n_examples:
+        return None
+    is_read = len(rows) == 2 and (rows[1] == 1 or rows[0] > n_examples)
+    if is_output_layer and is_read:
+        # It ran where answers are read, of choices first where their first tokens are
+        # predicted. The model may cap or scale what it returned.
+        at_first = call.inputs[:, 0].unflatten(0, (n_examples, -1))
+        return at_first.mean(1).to(logits)
+    if rows[0] != n_examples or call.output.shape[-1] != logits.shape[-1]:
+        return None
+    given = call.inputs.reshape(n_examples, -1, call.inputs.shape[-1])
+    made = call.output.reshape(n_examples, -1, logits.shape[-1]).to(logits)
+    if by_text.ndim == 3:
+        places = ~by_text.isnan().any(-1)
+        is_made = made.shape == by_text.shape and torch.equal(made[places], logits)
+        return given[places.to(given.device)].to(logits) if is_made else None
+    is_made = (made == logits[:, None]).all(-1)
+    if not is_made.any(1).all():
+        return None
+    if given.shape[1] == 1:  # as in most classifiers
+        return given[:, 0].to(logits)
+    place = is_made.int().argmax(1)[:, None, None].to(given.device)
+    return given.take_along_dim(place, dim=1)[:, 0].to(logits)

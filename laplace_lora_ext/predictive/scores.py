@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.models.output_layer import LastStates, Span
 from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.models.weights import Values, replace_weights
 from laplace_lora_ext.passes.graph import check_logits
 from laplace_lora_ext.predictive.moments import draw_seed
 from laplace_lora_ext.predictive.posterior import Posterior, drawn_weights
-from laplace_lora_ext.tasks.language import TokensModel
+from laplace_lora_ext.tasks.language import LastStates, Span, TokensModel
 
 # A posterior, and weights for its model: drawn, or the trained ones.
 _Draw = tuple[Posterior, Values]

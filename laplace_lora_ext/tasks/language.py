@@ -18,11 +18,11 @@ from laplace_lora_ext.models.answers import (
     Answers,
     first_places,
     logits_at,
+    output_layer_of,
     start_token,
 )
 from laplace_lora_ext.models.batches import IGNORED, text_first
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.output_layer import LastStates, Span
 from laplace_lora_ext.models.running import is_shared
 from laplace_lora_ext.tasks.classification import (
     CLASSIFICATION,
@@ -39,6 +39,72 @@ from laplace_lora_ext.tasks.token_labels import (
 
 MOST_ROWS = 1024
 """Most rows of a vocabulary's logits that a part of a batch has."""
+
+
+_TOKENS = {"input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds"}
+
+
+# --- a few rows at a time -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Span:
+    """Some of each text's labelled tokens, counted from its first one."""
+
+    first: int
+    size: int
+
+    def of(self, labelled: Tensor) -> Tensor:
+        """Mark which of the labelled ones among places `(B, T)` are of this part."""
+        number = labelled.cumsum(1) - 1
+        return labelled & (number >= self.first) & (number < self.first + self.size)
+
+
+class LastStates:
+    """What a model's output layer is given in its first pass, for further ones.
+
+    It is of one batch and one set of weights. A further pass reads one token and is
+    given a copy of these states: so the layer runs again, with whatever comes behind
+    it, such as a cap of logits, and hardly anything else. Since they are copies, a
+    model may overwrite what it is given.
+    """
+
+    def __init__(self, transformer: PreTrainedModel) -> None:
+        self._transformer = transformer
+        self._states: Tensor | None = None
+        self._has_graph = False
+
+    def call(self, call: Callable[[Any], Any], inputs: Any) -> Any:
+        """Call a model on a batch, or give its output layer the states again."""
+        layer = output_layer_of(self._transformer)
+        if layer is None:  # nothing is kept, and all runs again
+            return call(inputs)
+        with layer.register_forward_pre_hook(self._give, prepend=True):
+            if self._states is None:
+                return call(inputs)
+            # The layers before it have no graph: a recorder takes them for no calls.
+            self._has_graph = torch.is_grad_enabled()
+            with torch.no_grad():
+                return call(self._one_token(inputs))
+
+    def _give(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        states, *others = args
+        if not states.is_floating_point():  # of a layer that is the embedding, too
+            return None
+        if self._states is None:
+            self._states = states.clone()
+            return None
+        torch.set_grad_enabled(self._has_graph)
+        return (self._states.clone(), *others)
+
+    def _one_token(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Take the first token, which a model can read without masks and images."""
+        first = {key: inputs[key][:1, :1] for key in _TOKENS & inputs.keys()}
+        main = self._transformer.main_input_name  # of speech, say, all belongs together
+        return {main: inputs[main][:1], **first} if main in inputs else first
+
+
+# --- the model, and its labels --------------------------------------------------------
 
 
 @dataclass

@@ -40,6 +40,10 @@ class PreferenceModel(LogitsModel):
         )
         return pairs, first
 
+    def inputs(self, batch: Any) -> Any:
+        """Return texts as they are, not as pairs: predictions are of each by itself."""
+        return super().split_if_labelled(batch)[0]
+
     def _pairs(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return token ids and their mask, `(B, 2, T)`, of one of TRL's batches."""
         if "margin" in batch:

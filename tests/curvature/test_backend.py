@@ -10,8 +10,6 @@ from torch.testing import assert_close
 from laplace_lora_ext import from_pretrained
 from laplace_lora_ext.curvature.backend import PAPER_SETTINGS, LowRankKronGGN
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.lora_layers import find_blocks
-from laplace_lora_ext.passes.recorder import Recorder
 from tests.support.cases import rows_of
 from tests.support.dense import curvature_of
 from tests.support.models import lora_model, plain_model, ragged_batches
@@ -77,10 +75,8 @@ def test_draws_are_the_same_whatever_the_batch_and_in_parts(likelihood, tmp_path
 
 
 def backend_of(model: nn.Module, likelihood: str, **settings: Any) -> LowRankKronGGN:
-    """Make a backend of all LoRA weights of a module."""
-    logits_model = LogitsModel(model)
-    recorder = Recorder(logits_model, find_blocks(model))
-    return LowRankKronGGN(logits_model, likelihood, recorder=recorder, **settings)
+    """Make a backend of a module."""
+    return LowRankKronGGN(LogitsModel(model), likelihood, **settings)
 
 
 def test_settings_are_all_that_a_curvature_depends_on():

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 import laplace_lora_ext
 from laplace_lora_ext.models.choices import DataCollatorForChoices
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.output_layer import logits_and_hidden_states
+from laplace_lora_ext.predictive.amortization import logits_and_hidden_states
 from tests.support.cases import unpadded_rows
 from tests.support.choices import (
     ANSWERS,

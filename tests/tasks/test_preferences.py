@@ -76,6 +76,15 @@ def test_trls_batches_are_taken_as_they_come():
         assert torch.equal(la.log_marginal_likelihood(), expected)
 
 
+def test_texts_that_are_predicted_are_no_pairs():
+    la = fit(reward_model())
+    texts = stacked()
+    rewards, _ = la(texts)
+    assert rewards.shape == (2 * N_PAIRS, 1)
+    assert_close(la.predict([texts]).mean, rewards)
+    assert la.function(seed=0)(texts).shape == rewards.shape
+
+
 def test_margins_are_warned_of():
     la = fit(reward_model())
     batch = stacked()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.output_layer import logits_and_hidden_states
+from laplace_lora_ext.predictive.amortization import logits_and_hidden_states
 from laplace_lora_ext.tasks.token_labels import TokenLabelsModel
 from tests.support.models import (
     CLASS_TOKEN_IDS,
