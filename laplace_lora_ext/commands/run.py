@@ -220,7 +220,9 @@ def review(arguments: ReviewArguments) -> None:
     if queue.share:
         print(f"Of what is decided alone the posterior promises {promised}.")
     held_out = la.metadata.get("held_out")
-    if arguments.test is not None:
+    if queue.costs is not None:
+        print("Nothing is proven of a mean cost: right answers prove an accuracy.")
+    elif arguments.test is not None:
         tested = loaded.batches(*loaded.labelled_texts(arguments.test))
         results = outcomes(la, tested, progress_bar=True)
         print(queue.proof(results.prediction.probabilities, results.labels))

@@ -162,9 +162,7 @@ def check_runs(model: LogitsModel, blocks: Sequence[Block]) -> None:
 def check_same(
     model: LogitsModel, blocks: Sequence[Block], fitted: ModelState, mean: Tensor
 ) -> None:
-    """Refuse a model that has changed since a fit, and name what has.
-
-    By a `RuntimeError`.
+    """Refuse a model that has changed since a fit, and name what has (`RuntimeError`).
 
     `mean`, `(parameters,)`, are the LoRA weights of the fit, compared in their present
     precision.

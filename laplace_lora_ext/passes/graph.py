@@ -320,7 +320,7 @@ class Graph:
         deliver: Callable[[int, Arrived], None],
         retain_graph: bool,
     ) -> None:
-        """Back-propagate vectors together; deliver what a block's calls got, if all."""
+        """Back-propagate vectors together; deliver what each block got."""
         is_batched = len(vectors) > 1
         waiting: dict[int, Arrived] = {}
 

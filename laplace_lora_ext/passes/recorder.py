@@ -183,12 +183,12 @@ class Recorder:
     def record(self, batch: Any, outputs: Outputs) -> Iterator[Recording]:
         """Run the model on a batch and record the calls of the blocks' layers.
 
-        What is back-propagated from are the outputs.
+        Backward passes start from what `outputs` returns.
 
         Where the rows of some layer were not each example's own, as in DeBERTa or where
         a router picks them, or where no rows can be seen, examples are recorded one at
-        a time. One whose logits are others than in the batch is back-propagated through
-        the batch.
+        a time. An example whose logits differ from those that it has in the batch is
+        back-propagated through the batch.
 
         Within the `with` block the model is in evaluation mode, and no parameter
         requires grad. A `RuntimeError` if the logits carry no gradient to the layers

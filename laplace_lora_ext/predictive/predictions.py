@@ -151,7 +151,8 @@ class Review:
     n_to_read : int
         so many of them are for a person
     accuracy : float
-        what was asked for; by `capacity`, what is promised
+        what was asked for or, by `capacity`, what is promised; with costs 1 minus the
+        mean cost
     costs : torch.Tensor, optional
         `(C,)`, of missing each class
     """
@@ -201,8 +202,18 @@ class Review:
         -------
         Proof
             printed, a sentence
+
+        Raises
+        ------
+        ValueError
+            With costs: labels that are right say nothing of a mean cost.
         """
-        decisions, doubt = decide(probabilities, self.costs)
+        if self.costs is not None:
+            raise ValueError(
+                "Right answers prove an accuracy, and with costs the mean cost is "
+                "promised, of which they prove nothing."
+            )
+        decisions, doubt = decide(probabilities)
         of_decided = self.doubt[self.decided]
         # Without a text that is decided alone, no doubt is small enough.
         limit = of_decided.max().item() if len(of_decided) else -1.0

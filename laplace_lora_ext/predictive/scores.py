@@ -137,7 +137,7 @@ def _checked_model(member: Posterior) -> TokensModel:
 
 
 def _trained(member: Posterior) -> _Draw:
-    """Take the trained model itself, as if its weights had been drawn."""
+    """Return the trained weights in the form of a draw."""
     weights = [block.matrix(block.weight.detach()) for block in member.blocks]
     return member, weights
 

@@ -360,8 +360,8 @@ def _train_or_read(
     # As text: types are lost in a file.
     deciding = {name: str(getattr(trainer.args, name)) for name in _DECISIVE}
     deciding["held-out examples"] = identity
-    # Only the first looks: others may see other files, where each machine has a disk of
-    # its own, or the first one's while it writes.
+    # Rank 0 looks for all: others may have disks of their own, or see a file that it is
+    # writing.
     mark, checkpoint = of_first(_begun(folder) if rank() == 0 else (None, None))
     if mark is None:
         mark = {"decided_by": deciding, "log": None}

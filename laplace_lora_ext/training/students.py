@@ -51,7 +51,7 @@ def distill(
     """Train an ordinary adapter whose own probabilities are those of a teacher.
 
     The teacher is a posterior, or several whose mean is learnt: `probabilities` takes a
-    batch, and returns theirs of its texts, `(B, C)`, or of labels `(B, K, 2)`. The
+    batch and returns its probabilities, `(B, C)`, or of K labels `(B, K, 2)`. The
     student begins as a copy of the first one's adapter. Other parameters, result and
     errors are those of `Predictor.distill`.
     """

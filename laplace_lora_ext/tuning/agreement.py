@@ -29,7 +29,7 @@ from laplace_lora_ext.tuning.method import (
     Trial,
     TuningHistory,
     TuningMethod,
-    number_of,
+    n_kinds_of,
     seed_of_search,
     statistics_of_classes,
 )
@@ -107,7 +107,7 @@ class Agreement(TuningMethod):
             # One distance can't tell two prior precisions. So each kind by itself gets
             # the change that is allowed, and then a common factor makes it that of all.
             balanced = start.expand(len(kinds))
-            for kind in range(number_of(kinds)):
+            for kind in range(n_kinds_of(kinds)):
                 is_drawn = (kinds == kind).to(start.device)
                 # All others stay at their MAP values.
                 alone = torch.where(is_drawn, start, torch.inf)

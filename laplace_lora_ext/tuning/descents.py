@@ -21,7 +21,7 @@ from laplace_lora_ext.tuning.method import (
     Trial,
     TuningHistory,
     TuningMethod,
-    number_of,
+    n_kinds_of,
     statistics_of_classes,
 )
 
@@ -51,7 +51,7 @@ class _Descent(TuningMethod):
         kinds = self._kinds(la)
         places = torch.arange(len(start)) if kinds is None else kinds
         places = places.to(start.device)
-        logarithms = start.new_zeros(number_of(places), requires_grad=True)
+        logarithms = start.new_zeros(n_kinds_of(places), requires_grad=True)
 
         def prior_precision() -> Tensor:
             return (start + logarithms[places]).clamp(_LOWEST, _HIGHEST).exp()

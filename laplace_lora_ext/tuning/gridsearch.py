@@ -43,7 +43,7 @@ from laplace_lora_ext.tuning.method import (
     Trial,
     TuningHistory,
     TuningMethod,
-    number_of,
+    n_kinds_of,
     seed_of_search,
     unit_of_priors,
 )
@@ -114,7 +114,7 @@ class GridMethod(TuningMethod):
         Those of several kinds are all combinations of fewer numbers for each, so that
         there are 625 together at most.
         """
-        n_kinds = 1 if kinds is None else number_of(kinds)
+        n_kinds = 1 if kinds is None else n_kinds_of(kinds)
         size = self.grid_size
         if n_kinds > 1:
             # Rounding must not make 24 of a root that is 25.

@@ -35,7 +35,7 @@ class Trial(Hyperparameters):
     objective : float
         what the search compares, such as the loss or the log marginal likelihood
     loss : float, optional
-        the mean loss at these hyperparameters, where the objective is another number
+        the mean loss at these hyperparameters, where the objective is no loss
     """
 
     objective: float
@@ -208,8 +208,8 @@ class TuningMethod:
         return la.prior_precision.detach().double()
 
 
-def number_of(kinds: Tensor) -> int:
-    """Count the kinds of blocks."""
+def n_kinds_of(kinds: Tensor) -> int:
+    """Count the different numbers of kinds, which begin at 0."""
     return int(kinds.max()) + 1
 
 

@@ -111,6 +111,8 @@ def test_costs_decide_what_is_cheapest_to_miss():
     assert_close(found.doubt, by_decision.min(1).values)
     assert not torch.equal(found.labels, p.argmax(1))
     assert found.doubt[found.decided].mean() <= 0.3
+    with pytest.raises(ValueError, match="mean cost"):
+        found.proof(p, p.argmax(1))
     # Near certainty is not rounded.
     p = torch.tensor([[1.0, 1e-12], [1.0, 3e-12]])
     assert review(p, 1.0).doubt.tolist() == pytest.approx([1e-12, 3e-12])
