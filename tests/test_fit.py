@@ -48,6 +48,13 @@ SAME = {"rtol": 0, "atol": 0}
 ((X, _),) = pairs()
 
 
+def test_a_fit_shows_a_bar_where_one_is_asked_for(la, capsys):
+    la.fit(ragged_batches())
+    assert not capsys.readouterr().err
+    la.fit(ragged_batches(), progress_bar=True)
+    assert "[Computing Hessian]: 100%" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("structure", OURS_AND_A_HOSTS)
 def test_a_failing_fit_leaves_what_was_before_it(structure):
     # Of which every pass in training mode is another one.

@@ -273,7 +273,7 @@ class DiagStructure(HostStructure):
             seeds = self.backend.seeds(logits, examples)
         else:  # also by default: they cost no passes here
             seeds = self.task.exact_seeds(logits)
-        columns = seeds.dense().to(jacobians).transpose(0, 1)
+        columns = seeds.dense().transpose(0, 1)
         with torch.autocast(logits.device.type, enabled=False):
             gradients = (columns @ jacobians).flatten(0, 1)
             return self.task.loss(logits, targets), self._products(gradients)
