@@ -200,8 +200,7 @@ class LoRALaplace(Posterior, Predictor):
     _kind_of_structure: ClassVar[type[Structure]]
 
     _searched = (*Predictor._searched, "sigma_noise")
-    # The host's name for what is made once for a fit and its prior; None once either
-    # changes.
+    # The host's name for what `_once` makes for a fit, its prior and its noise.
     _posterior_scale: Any
 
     mean: Tensor = _of_fit("mean", 0.0)

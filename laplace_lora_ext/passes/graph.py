@@ -131,8 +131,9 @@ class Taps:
         those of whose rows no hook sees anything; if there is one, whole gradients are
         taken of all
     anchor : torch.Tensor
-        what all backward passes are asked for, `on_layers` alone. Weights of layers
-        that are called require no gradient, and a pass goes no further than it must
+        what all backward passes are asked for; it is there within `on_layers` alone.
+        Weights of layers that are called require no gradient, and a pass goes no
+        further than it must
     are_checkpointed : bool
         whether any layers are computed anew in backward passes
     receive : callable or None
@@ -149,7 +150,7 @@ class Taps:
         whether examples have the same logits in parts of a batch. None before the first
         batch in parts
     used : set of int
-        indices of the blocks that passes have used, since whoever asks emptied it:
+        indices of the blocks that passes have used since a fit began, which empties it:
         whose layers were called with a graph, or whose whole gradient there is
     has_warned : bool
         of what whole gradients cost

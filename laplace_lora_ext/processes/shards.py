@@ -280,7 +280,7 @@ def divide(
     leaves out are not used. Without a generator, every call holds out the same. Groups
     `(N,)` of the examples, such as their classes, are each held out in proportion, and
     never to the last example: with many groups of one example, fewer are held out.
-    `check_divisible` comes first.
+    Call `check_divisible` first.
     """
     data = loader.dataset
     places = examples_of(loader)

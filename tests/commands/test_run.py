@@ -187,7 +187,7 @@ def test_a_queue_has_the_most_doubtful_first_and_says_what_is_proven(
     run("review --overwrite", capacity=30, costs=(1, 9), **options)
     printed = capsys.readouterr().out
     assert "promises a mean cost of" in printed
-    assert "Nothing is proven" in printed
+    assert "Nothing is proven of a mean cost" in printed
     run("review --overwrite", capacity=100, **options)
     printed = capsys.readouterr().out
     assert "0% of 40 texts are decided alone" in printed
