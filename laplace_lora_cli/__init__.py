@@ -54,7 +54,10 @@ class TextArguments:
     )
     text_column: str | None = _argument(f"column of the texts; {TEXT!r} by default")
     label_column: str | None = _argument(f"column of the labels; {LABEL!r} by default")
-    max_length: int | None = _argument("tokens to keep of a text; all by default")
+    max_length: int | None = _argument(
+        "tokens to keep of a text, its last ones where an answer comes behind it; all "
+        "by default"
+    )
 
 
 @dataclass(kw_only=True)
@@ -106,7 +109,7 @@ class PredictArguments(PosteriorArguments):
 
     data: str = _required(f"texts: {_FILE}")
     output: str = _required("file of JSON lines")
-    all_columns: bool = _argument("write all columns of a row, and not its text", False)
+    all_columns: bool = _argument("write all columns of a row too", False)
     amortized: bool = _argument(
         "in one forward pass a text, after calibrate --amortize", False
     )

@@ -57,7 +57,7 @@ def test_fits_and_searches_warn_of_the_users_line(structure):
 # --- calls with something else than what is expected ----------------------------------
 
 
-TOKENIZE = "tokenized to tensors first"
+TOKENIZE = "must be tensors"
 
 
 def test_what_is_wrong_is_named(la, batch):
@@ -69,6 +69,8 @@ def test_what_is_wrong_is_named(la, batch):
         ),
         (lambda: la.predict_proba(["red sky", "blue"]), TOKENIZE),
         (lambda: la.fit("red sky"), TOKENIZE),
+        (lambda: la({"input_ids": batch["input_ids"].numpy()}), TOKENIZE),
+        (lambda: la.predict([{"input_ids": batch["input_ids"][0]}]), TOKENIZE),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             call()

@@ -127,7 +127,8 @@ def load(arguments: ModelArguments) -> Loaded:
     if isinstance(arguments, PosteriorArguments):
         arguments = _with_saved(arguments)
     tokenizer = _tokenizer(arguments, adapter)
-    config = AutoConfig.from_pretrained(str(adapter.base_model_name_or_path))
+    base = str(adapter.base_model_name_or_path)
+    config = AutoConfig.from_pretrained(base, revision=adapter.revision)
     if adapter.task_type == TaskType.CAUSAL_LM:
         cls, known = AutoModelForCausalLM, arguments.answers
         if not known:
@@ -135,6 +136,8 @@ def load(arguments: ModelArguments) -> Loaded:
                 'A causal language model needs --answers, such as A B C D, or " yes" '
                 '" not at all".'
             )
+        # Answers stand behind a text, so that of a long one the beginning goes.
+        tokenizer.truncation_side = "left"
     elif adapter.task_type in (TaskType.SEQ_CLS, None):
         cls = AutoModelForSequenceClassification
         # By their numbers: where keys were text, a file has "10" before "2".
@@ -157,9 +160,9 @@ def load(arguments: ModelArguments) -> Loaded:
             f"The model's head is not one of {len(names)} classes, {', '.join(names)}: "
             f"pass --class_names, one for each of its outputs. ({error})"
         ) from error
-    # Not before, since it may be a token that the base lacks.
-    if model.config.pad_token_id is None:
-        model.config.pad_token_id = tokenizer.pad_token_id
+    # Classifiers read a text at the last token that is no padding, and the tokenizer
+    # pads. Not before, since it may be a token that the base lacks.
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     model.eval()
     return Loaded(model, tokenizer, names, arguments)
 
@@ -225,6 +228,7 @@ def _with_saved(arguments: ModelArguments) -> ModelArguments:
 def _settings_of(arguments: ModelArguments, config: PeftConfig) -> dict[str, Any]:
     """Collect the keywords of `from_pretrained`."""
     settings: dict[str, Any] = {
+        "revision": config.revision,
         "dtype": arguments.dtype,
         "device_map": arguments.device_map,
     }
@@ -246,7 +250,9 @@ def _tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(arguments.adapter)
     except (OSError, ValueError, KeyError):
-        tokenizer = AutoTokenizer.from_pretrained(config.base_model_name_or_path)
+        tokenizer = AutoTokenizer.from_pretrained(
+            config.base_model_name_or_path, revision=config.revision
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

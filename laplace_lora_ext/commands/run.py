@@ -134,7 +134,7 @@ def predict(arguments: PredictArguments) -> None:
     if arguments.amortized and la.learnt_variance is None:
         raise ValueError("--amortized needs variances: calibrate with --amortize.")
     rows, texts = loaded.texts(arguments.data)
-    n_done = _keep_whole_lines(output) if output.exists() else 0
+    n_done = _keep_whole_lines(output, texts) if output.exists() else 0
     pred_type = "amortized" if arguments.amortized else "glm"
     output.parent.mkdir(parents=True, exist_ok=True)
     bar = tqdm(total=len(texts), initial=n_done, desc="[Predictions]", unit="text")
@@ -143,11 +143,12 @@ def predict(arguments: PredictArguments) -> None:
             logits, prediction = predict_both(la, batch, pred_type)
             trained = la.task.class_logits(logits).softmax(-1)
             for line in _lines(loaded, prediction, trained):
-                shown, text = rows[n_done], texts[n_done]
+                row, text = rows[n_done], texts[n_done]
                 n_done += 1
-                if not arguments.all_columns:
-                    shown = {"id": shown.get("id", n_done), "text": text}
-                file.write(json.dumps(shown | line, ensure_ascii=False) + "\n")
+                shown = {"id": row.get("id", n_done), "text": text, **line}
+                if arguments.all_columns:
+                    shown["columns"] = row
+                file.write(json.dumps(shown, ensure_ascii=False) + "\n")
                 bar.update()
             file.flush()
 
@@ -173,12 +174,18 @@ def _lines(loaded: Loaded, prediction: Prediction, trained: torch.Tensor) -> lis
     return lines
 
 
-def _keep_whole_lines(output: Path) -> int:
-    """Cut off an unfinished last line, and count the others."""
+def _keep_whole_lines(output: Path, texts: list[str]) -> int:
+    """Cut off an unfinished last line, and count the others; refuse other texts'."""
     written = output.read_bytes()
     end = written.rfind(b"\n") + 1
+    done = [json.loads(line).get("text") for line in written[:end].splitlines()]
+    if done != texts[: len(done)]:
+        raise ValueError(
+            f"{output} has predictions of other texts than --data: pass another "
+            "--output."
+        )
     os.truncate(output, end)
-    return written.count(b"\n")
+    return len(done)
 
 
 def report(arguments: ReportArguments) -> None:
@@ -325,7 +332,10 @@ def _write_student(loaded: Loaded, folder: Path, metadata: Mapping[str, Any]) ->
         return
     adapter = PeftConfig.from_pretrained(str(folder))
     base = AutoModelForSequenceClassification.from_pretrained(
-        str(adapter.base_model_name_or_path), config=loaded.model.config, dtype="auto"
+        str(adapter.base_model_name_or_path),
+        config=loaded.model.config,
+        revision=adapter.revision,
+        dtype="auto",
     )
     base.save_pretrained(folder / "base")
     loaded.tokenizer.save_pretrained(folder / "base")

@@ -11,6 +11,7 @@ from typing import Any
 from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
 from torch import Tensor, nn
 
+from laplace_lora_ext.messages import listed
 from laplace_lora_ext.models.weights import owner_of, without_adapter
 
 # Initialisations of LoRA that subtract what they put into the adapter from the base
@@ -72,13 +73,25 @@ def add_fresh_adapter(model: PeftModel, adapter: str) -> None:
     """Add an untrained adapter like the active one, and activate it.
 
     Torch's random state decides its values. What is frozen in the other one, as
-    `lora_A` in LoRA-FA, is frozen here too. Refused are a name that is taken, and an
-    initialisation that would change the base model. PEFT refuses a second AdaLoRA.
+    `lora_A` in LoRA-FA, is frozen here too. Refused are a name that is taken, weights
+    that train beside the adapter, and an initialisation that would change the base
+    model. PEFT refuses a second AdaLoRA.
     """
     if adapter in model.peft_config:
         raise ValueError(
             f"The model has an adapter {adapter!r} already: remove it with "
             f"model.delete_adapter({adapter!r})."
+        )
+    shared = [
+        name
+        for name, weight in model.named_parameters()
+        if weight.requires_grad and owner_of(name) is None
+    ]
+    if shared:
+        raise ValueError(
+            f"Weights train that belong to no adapter, {listed(shared)}: a second one "
+            "would begin with what they have learnt. Name their modules in "
+            "modules_to_save, or freeze them."
         )
     like = model.active_adapter
     # A PeftModel's own is one, where a layer's may be several.

@@ -57,15 +57,18 @@ def is_real(text: Mapping[str, Any]) -> Tensor:
 
 
 def check_tokenized(batch: Any) -> None:
-    """Refuse texts, and lists of tokens, of which a collator makes a batch."""
+    """Refuse texts, and tokens that are no tensor `(B, T)`, as a collator makes it."""
     if isinstance(batch, Mapping):
-        is_other = isinstance(batch.get("input_ids"), list)
+        tokens = batch.get("input_ids")
+        is_other = tokens is not None and not (
+            isinstance(tokens, Tensor) and tokens.ndim > 1
+        )
     else:
         parts = batch if isinstance(batch, list | tuple) else [batch]
         is_other = any(isinstance(part, str) for part in parts)
     if is_other:
         raise TypeError(
-            "Texts must be tokenized to tensors first: pass tokenizer(texts, "
+            "Texts must be tensors (texts, tokens): pass tokenizer(texts, "
             'padding=True, return_tensors="pt"), or what a collator makes of lists.'
         )
 

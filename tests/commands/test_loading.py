@@ -3,16 +3,28 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from laplace_lora_cli import ModelArguments
+from laplace_lora_ext.commands import loading
 from laplace_lora_ext.commands.loading import load
 from laplace_lora_ext.saving import read_state, write_state
 from tests.support.commands import run
-from tests.support.saved_adapters import NAMES, WORDS, read_rows, tokenizer, write_rows
+from tests.support.saved_adapters import (
+    NAMES,
+    SMALL,
+    WORDS,
+    read_rows,
+    save_adapter,
+    tokenizer,
+    write_rows,
+)
 
 # --- what a posterior's file knows ----------------------------------------------------
 
@@ -112,6 +124,13 @@ def test_a_language_model_needs_answers(decoder, options, refusal):
     assert "--answers" in refusal("calibrate", **options)
 
 
+def test_a_text_that_is_cut_ends_where_its_answer_begins(decoder):
+    named = {"answers": ["A", "B"], "max_length": 2}
+    loaded = load(ModelArguments(adapter=str(decoder), **named))
+    (batch,) = loaded.batches(["red green rose"])
+    assert loaded.tokenizer.decode(batch["input_ids"][0]) == "green rose"
+
+
 def test_answers_may_have_several_tokens(decoder, tmp_path):
     answers = ("A", "B", " red green")
     train = write_rows(tmp_path / "train.jsonl", 12, answers[:2])
@@ -147,6 +166,22 @@ def test_a_text_that_is_too_long_is_named_before_any_is_read(options, refusal):
 
 
 # --- bases ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["AutoConfig", "AutoModelForSequenceClassification"])
+def test_a_base_is_of_the_revision_that_was_trained(
+    name, classifier, tmp_path, monkeypatch
+):
+    adapter = copied(classifier, tmp_path / "adapter", revision="older")
+    whole, asked = getattr(loading, name).from_pretrained, []
+
+    def noted(*args: object, **options: object) -> object:
+        asked.append(options["revision"])
+        return whole(*args, **options)
+
+    monkeypatch.setattr(loading, name, SimpleNamespace(from_pretrained=noted))
+    load(ModelArguments(adapter=str(adapter), class_names=list(NAMES)))
+    assert asked == ["older"]
 
 
 def test_an_unknown_precision_is_refused(options, refusal):
@@ -190,6 +225,24 @@ def test_a_tokenizer_of_the_base_may_have_more_tokens_and_none_for_padding(
     loaded = load(ModelArguments(adapter=str(adapter), class_names=list(NAMES)))
     assert loaded.tokenizer.pad_token == "three"
     assert len(loaded.model.get_input_embeddings().weight) == len(more)
+
+
+def test_a_text_is_read_before_its_padding_whatever_the_base_pads_with(tmp_path):
+    # Of its own padding token the base knows; the adapter's tokenizer has another.
+    config = LlamaConfig(**SMALL, num_labels=2, pad_token_id=WORDS.index("rose"))
+    adapter = save_adapter(
+        tmp_path,
+        LlamaForSequenceClassification(config),
+        task_type="SEQ_CLS",
+        target_modules=["q_proj", "v_proj"],
+    )
+    tokenizer(padding_side="right").save_pretrained(adapter)
+    loaded = load(ModelArguments(adapter=str(adapter), class_names=list(NAMES)))
+    (batch,) = loaded.batches(["red", "red green blue sky"])
+    (alone,) = loaded.batches(["red"])
+    with torch.no_grad():
+        first, expected = (loaded.model(**each).logits[0] for each in (batch, alone))
+    assert_close(first, expected)
 
 
 # By default what the base was saved in.

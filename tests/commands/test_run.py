@@ -102,11 +102,17 @@ def test_predictions_are_in_order_and_go_on_where_they_stopped(
     output.write_text("\n".join([*lines[:6], lines[6][:20]]))
     run("predict --resume --all_columns", batch_size=3, **options)
     again = read_rows(output)
-    assert "id" not in again[6]
+    assert again[6]["columns"] == texts[6]  # with the label that it was told
     for row, before in zip(again, predicted, strict=True):
         assert row["text"] == before["text"]
         # Batches begin at other texts, and rounding is that of other paddings.
         assert row["probability"] == pytest.approx(before["probability"], abs=1e-5)
+
+    # Of other texts nothing is there yet, however many lines are.
+    others = write_rows(tmp_path / "others.jsonl", 39, calibrated.names)
+    message = refusal("predict --resume", **options | {"data": others})
+    assert "predictions of other texts" in message
+    assert read_rows(output) == again
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

@@ -48,6 +48,10 @@ def test_a_fresh_adapter_trains_what_the_other_one_does(adapter):
     expected = [name.replace(".default", f".{adapter}") for name in trained()]
     add_fresh_adapter(model, adapter)
     assert trained() == expected
+    # A third one would begin with what has learnt the first one's texts.
+    model.get_base_model().bert.pooler.dense.bias.requires_grad_(True)
+    with pytest.raises(ValueError, match="pooler"):
+        add_fresh_adapter(model, "third")
 
 
 def test_an_adapter_that_is_active_already_stays_merged():
