@@ -279,13 +279,11 @@ def _own_sums(
     used.clear()
     loss = torch.zeros((), device=model.device, dtype=torch.float64)
     sums = Sums(start, loss)
-    is_first = True
     for name, batch in share.batches("[Computing Hessian]", progress_bar):
         with naming(name):
             X, y = model.split(batch)
-            if is_first:
+            if not sums.n_data and model.class_token_ids is not None:
                 warn_of_rare_answers(model, X)
-            is_first = False
             examples = n_before + share.places(len(y))
             n_new = len(examples)
             # Ranks wait for each other's passes: some count nowhere.
@@ -307,8 +305,6 @@ def _own_sums(
 
 def warn_of_rare_answers(model: LogitsModel, inputs: Any) -> None:
     """Warn where a language model hardly ever answers with its classes' tokens."""
-    if model.class_token_ids is None:
-        return
     with model.forward_passes():
         log_p = model.log_probs(inputs)
     *of_answers, _ = log_p.exp().mean(0).tolist()

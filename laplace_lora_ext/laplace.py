@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import laplace
 import torch
@@ -22,7 +22,6 @@ from laplace_lora_ext.curvature.accumulation import (
     FullStructure,
     KronStructure,
     LowRankKronStructure,
-    Structure,
 )
 from laplace_lora_ext.curvature.decomposed import LowRankKronDecomposed
 from laplace_lora_ext.lora_laplace import LoRALaplace
@@ -81,7 +80,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     """
 
     _key = ("lora", "lowrank_kron")
-    _kind_of_structure: ClassVar[type[Structure]] = LowRankKronStructure
+    _kind_of_structure = LowRankKronStructure
 
     # --- what is particular to the structure ------------------------------------------
 
@@ -213,7 +212,7 @@ class KronLoRALaplace(LoRALaplace, KronLaplace):
     """The host's `KronLaplace` over LoRA weights: both Kronecker factors dense."""
 
     _key = ("lora", "kron")
-    _kind_of_structure: ClassVar[type[Structure]] = KronStructure
+    _kind_of_structure = KronStructure
 
     @property
     def log_det_posterior_precision(self) -> Tensor:
@@ -232,7 +231,7 @@ class DiagLoRALaplace(LoRALaplace, DiagLaplace):
     """The host's `DiagLaplace` over LoRA weights."""
 
     _key = ("lora", "diag")
-    _kind_of_structure: ClassVar[type[Structure]] = DiagStructure
+    _kind_of_structure = DiagStructure
 
     @property
     def log_det_posterior_precision(self) -> Tensor:
@@ -244,7 +243,7 @@ class FullLoRALaplace(LoRALaplace, FullLaplace):
     """The host's dense `FullLaplace` over LoRA weights, for small adapters."""
 
     _key = ("lora", "full")
-    _kind_of_structure: ClassVar[type[Structure]] = FullStructure
+    _kind_of_structure = FullStructure
 
     @property
     @torch.inference_mode(False)  # what is kept must not be an inference tensor

@@ -13,7 +13,6 @@ from laplace.curvature import CurvatureInterface
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-import laplace_lora_ext.saving as saving
 from laplace_lora_ext.curvature.accumulation import Structure
 from laplace_lora_ext.fit import Fit, fit
 from laplace_lora_ext.messages import check_count, check_name, check_positive, warn
@@ -26,14 +25,18 @@ from laplace_lora_ext.models.lora_layers import (
     is_untrained,
 )
 from laplace_lora_ext.models.running import exclusive
-from laplace_lora_ext.models.same_model import ModelState, check_same, standing_of
-from laplace_lora_ext.models.weights import replace_weights
+from laplace_lora_ext.models.same_model import (
+    ModelState,
+    check_same,
+    first_changed,
+    standing_of,
+)
 from laplace_lora_ext.passes.recorder import Recorder
 from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.amortization import (
     amortize,
     amortized_moments,
-    moments_for,
+    learnt_moments,
 )
 from laplace_lora_ext.predictive.learnt_variance import LearntVariance
 from laplace_lora_ext.predictive.links import LINKS, log_probabilities, shared_noise
@@ -47,9 +50,11 @@ from laplace_lora_ext.predictive.posterior import (
     Posterior,
     drawn_functions,
     drawn_weights,
-    in_turn,
+    logits_with,
+    moments_for,
 )
 from laplace_lora_ext.processes import together
+from laplace_lora_ext.saving import write_state
 from laplace_lora_ext.tasks import task_of
 from laplace_lora_ext.tuning import build
 from laplace_lora_ext.tuning.method import (
@@ -338,8 +343,10 @@ class LoRALaplace(Posterior, Predictor):
     @property
     def backend(self) -> Any:
         """Make what computes the curvature of the blocks' weights, at first use."""
-        with self._prepared():  # the host collects the parameters that require grad
-            return super().backend
+        if self._backend is None:
+            with self._prepared():  # the host collects the parameters that require grad
+                return super().backend
+        return self._backend
 
     @property
     def _structure(self) -> Structure:
@@ -535,8 +542,10 @@ class LoRALaplace(Posterior, Predictor):
         Raises
         ------
         ValueError
-            If the method lacks an option, data are missing or don't suit it, or the
-            objective is not a number.
+            If data are missing or don't suit the method, or the objective is not a
+            number.
+        TypeError
+            If the method lacks an option, or doesn't know one.
         NotImplementedError
             For "val_gd" with another structure than "lowrank_kron".
         """
@@ -610,6 +619,7 @@ class LoRALaplace(Posterior, Predictor):
         if has_link:
             bridges = _BRIDGES if self.task.predicted.sees_differences else ()
             check_name("link_approx", link_approx, [*LINKS, *bridges])
+        moments_of = learnt_moments if pred_type == "amortized" else moments_for
         by_gradients = has_link and pred_type == "glm" and not isinstance(x, Moments)
 
         def compute() -> Tensor | tuple[Tensor, Tensor]:
@@ -627,10 +637,10 @@ class LoRALaplace(Posterior, Predictor):
             if has_link and link_approx in LINKS:
                 if diagonal_output and link_approx == "mc":
                     # "probit" has the variances of all logits, not of contrasts.
-                    f_mu, f_var = moments_for(self, x, "probit", pred_type)
+                    f_mu, f_var = moments_of(self, x, "probit")
                     moments = Moments(f_mu, without_covariances(f_var))
                 else:
-                    moments = moments_for(self, x, link_approx, pred_type)
+                    moments = moments_of(self, x, link_approx)
                 log_p = log_probabilities(moments, link_approx, n_samples, generator)
                 return log_p.exp()
             of_all: Any = x
@@ -642,7 +652,7 @@ class LoRALaplace(Posterior, Predictor):
                 )
             return self._glm_predictive_distribution(of_all, joint, diagonal_output)
 
-        outputs = in_turn(self, pred_type, compute)
+        outputs = self.model.in_turn(compute, may_share=pred_type == "amortized")
         if fitting or isinstance(outputs, tuple):
             return outputs
         return self.model.in_places(task.shown(outputs), x)
@@ -831,13 +841,11 @@ class LoRALaplace(Posterior, Predictor):
     ) -> Tensor:
         """Compute scaled logits `(S, B, C)` under draws of the weights."""
         check_count("n_samples", n_samples)
-        samples: list[Tensor] = []
         with self.model.forward_passes():
             self.check_model()
-            for values in drawn_weights(self, n_samples, generator):
-                with replace_weights(self.blocks, values):
-                    samples.append(self.logit_scale * self.model(X))
-        return torch.stack(samples)
+            draws = drawn_weights(self, n_samples, generator)
+            logits = [logits_with(self, values, X) for values in draws]
+        return self.logit_scale * torch.stack(logits)
 
     # --- adapters and files -----------------------------------------------------------
 
@@ -858,7 +866,7 @@ class LoRALaplace(Posterior, Predictor):
         TypeError
             If `backend_kwargs` hold what is no tensor, number or text.
         """
-        saving.write_state(self.state_dict(), folder)
+        write_state(self.state_dict(), folder)
 
     @exclusive
     def state_dict(self) -> dict[str, Any]:
@@ -886,10 +894,26 @@ class LoRALaplace(Posterior, Predictor):
             If its class, likelihood, model or settings are not these. The message names
             what differs, and nothing changes.
         """
-        # As it is now, and not as saved: it may have been cast, which `check_state`
-        # allows.
+        identity = self._identity
+        own, saved = ({**each, **each["settings"]} for each in (identity, state_dict))
+        for name in ("cls_name", "likelihood", *identity["settings"]):
+            if saved.get(name) != own[name]:
+                raise ValueError(
+                    f"The posterior was fitted with {name}={saved.get(name)!r}, not "
+                    f"{own[name]!r}: pass the same setting."
+                )
+        # As it is now, and not as saved: it may have been cast.
         now = ModelState.of(self.model, self.blocks)
-        saving.check_state(state_dict, self._identity, now, self.blocks)
+        difference = ModelState.from_state_dict(state_dict["model"]).difference(now)
+        if difference is not None:
+            raise ValueError(
+                f"The posterior was fitted to another model. {difference}."
+            )
+        if first_changed(self.blocks, state_dict["mean"]) is not None:
+            raise ValueError(
+                "The posterior was fitted around other LoRA weights than the model has "
+                "now: load the adapter of the fit."
+            )
         self._fit = Fit.from_state_dict(state_dict, self._structure, now)
         # A prior that is set lets go of what was made with the one before.
         for name in _SAVED:

@@ -95,7 +95,7 @@ def outcomes(
         If there are no labels, or the posterior predicts no classes of examples.
     """
     first = la.members[0]
-    first.task.predicted.check_classes(first.likelihood)
+    first.task.check_classes()
     if first.task.has_tokens:
         raise ValueError(
             f"Pictures are of one distribution an example, and {first.likelihood} has "

@@ -15,7 +15,7 @@ from laplace_lora_ext.messages import check_name, warn
 from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
 from laplace_lora_ext.models.running import alone, cpu_as_default, exclusive
 from laplace_lora_ext.models.weights import parameters_with
-from laplace_lora_ext.predictive.amortization import moments_for
+from laplace_lora_ext.predictive.amortization import learnt_moments
 from laplace_lora_ext.predictive.data_sets import over_examples, padded
 from laplace_lora_ext.predictive.links import (
     DEFAULT_LINK,
@@ -29,7 +29,7 @@ from laplace_lora_ext.predictive.posterior import (
     Hyperparameters,
     Posterior,
     drawn_weights,
-    in_turn,
+    moments_for,
 )
 from laplace_lora_ext.predictive.predictions import NumberPrediction, Prediction
 from laplace_lora_ext.predictive.scores import TextScores, draw_logits, score_texts
@@ -193,9 +193,12 @@ class Predictor:
         self, batch: Any, link_approx: str, pred_type: str
     ) -> Iterator[Moments]:
         """Compute each member's moments for a link; a batch may be given as moments."""
+        check_name("pred_type", pred_type, ["glm", "amortized"])
+        moments_of = learnt_moments if pred_type == "amortized" else moments_for
         for member in self.members:
-            compute = partial(moments_for, member, batch, link_approx, pred_type)
-            yield in_turn(member, pred_type, compute)
+            compute = partial(moments_of, member, batch, link_approx)
+            learnt = pred_type == "amortized"
+            yield member.model.in_turn(compute, may_share=learnt)
 
     def predict_proba(
         self, x: Any, link_approx: str = DEFAULT_LINK, **options: Any
@@ -207,8 +210,7 @@ class Predictor:
         Parameters and errors are those of `predict`; nothing is drawn but for the link
         "mc". A likelihood without classes is refused by a `ValueError`.
         """
-        first = self.members[0]
-        first.task.predicted.check_classes(first.likelihood)
+        self.members[0].task.check_classes()
         # Draws serve entropies too, which nobody asks for here: without "mc", one is
         # enough.
         n_samples = 1000 if link_approx == "mc" else 1
@@ -276,7 +278,7 @@ class Predictor:
         arXiv:1503.02531 (2015).
         """
         first = self.members[0]
-        first.task.predicted.check_classes(first.likelihood)
+        first.task.check_classes()
         if first.task.has_tokens:
             raise NotImplementedError(
                 "A student learns one distribution a text, and the likelihood "

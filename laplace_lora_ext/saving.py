@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,6 @@ import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor
-
-from laplace_lora_ext.models.same_model import ModelState, first_changed
-from laplace_lora_ext.models.weights import Block
 
 FILE = "laplace_posterior.safetensors"
 _VERSION = "7"
@@ -80,32 +77,3 @@ def write_whole(path: Path, content: bytes) -> None:
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
-
-
-def check_state(
-    state: Mapping[str, Any],
-    identity: Mapping[str, Any],
-    now: ModelState,
-    blocks: Sequence[Block],
-) -> None:
-    """Refuse the state of another posterior, and name what differs.
-
-    `identity` are class, likelihood and settings of the posterior that the state is
-    for, `now` and `blocks` its model as it is now.
-    """
-    own, saved = ({**each, **each["settings"]} for each in (identity, state))
-    for name in ("cls_name", "likelihood", *identity["settings"]):
-        if saved.get(name) != own[name]:
-            raise ValueError(
-                f"The posterior was fitted with {name}={saved.get(name)!r}, not "
-                f"{own[name]!r}: pass the same setting."
-            )
-    fitted = ModelState.from_state_dict(state["model"])
-    difference = fitted.difference(now)
-    if difference is not None:
-        raise ValueError(f"The posterior was fitted to another model. {difference}.")
-    if first_changed(blocks, state["mean"]) is not None:
-        raise ValueError(
-            "The posterior was fitted around other LoRA weights than the model has "
-            "now: load the adapter of the fit."
-        )

@@ -32,7 +32,7 @@ def test_answers_and_settings_survive(tmp_path):
     # What the user gives in place of the file's.
     read = from_pretrained(la.model.model, tmp_path / "new", prior_precision=7.0)
     assert (read.prior_precision.item(), read.temperature) == (7, 0.5)
-    assert read.backend.settings == la.backend.settings
+    assert read._structure.settings == la._structure.settings
     la.metadata["dtypes"] = {torch.float32}
     with pytest.raises(TypeError, match="float32"):
         la.save_pretrained(tmp_path)

@@ -21,7 +21,7 @@ from laplace_lora_ext.curvature.backend import KFAC_APPROX, LowRankKronGGN
 from laplace_lora_ext.curvature.decomposed import LowRankKronDecomposed, diagonal_of
 from laplace_lora_ext.curvature.kron import KroneckerBlock, StreamingUpdates
 from laplace_lora_ext.messages import listed, naming
-from laplace_lora_ext.models.weights import check_in_place, read, without_rows
+from laplace_lora_ext.models.weights import check_in_place, read
 from laplace_lora_ext.passes.graph import Rows
 from laplace_lora_ext.passes.recorder import Recorder, Rounds
 from laplace_lora_ext.tasks.task import Task
@@ -100,7 +100,7 @@ class LowRankKronStructure(Structure):
     def __post_init__(self) -> None:
         if self.backend.kfac_approx == "gradient":
             return
-        unseen = [block.name for block in without_rows(self.recorder.blocks)]
+        unseen = [block.name for block in self.recorder.taps.without_rows]
         if unseen:
             raise NotImplementedError(
                 'kfac_approx="expand" sums over the rows of linear layers, and these '
@@ -114,18 +114,22 @@ class LowRankKronStructure(Structure):
 
     @property
     def settings(self) -> dict[str, Any]:
-        return self.backend.settings
+        names = ["rank", "kfac_approx", "tail", "stochastic"]
+        if self.backend.stochastic is not False:
+            names += ["draws", "num_samples", "seed"]
+        return {name: getattr(self.backend, name) for name in names}
 
     def zeros(self) -> list[KroneckerBlock]:
+        _, *places = self.recorder.places
         return [
             KroneckerBlock.zeros(
                 block.shape,
                 block.small_output,
                 self.backend.rank,
                 self.backend.tail,
-                *block.place,
+                *place,
             )
-            for block in self.recorder.blocks
+            for block, place in zip(self.recorder.blocks, places, strict=True)
         ]
 
     def add(
@@ -145,14 +149,12 @@ class LowRankKronStructure(Structure):
             with naming(f"weight {blocks[rows.index].name}"):
                 add(total[rows.index], updates, rows)
 
-        objective = self.task.objective(
-            self.recorder.model,
-            y,
-            partial(backend.seeds, examples=examples),
-            partial(backend.numbers, examples),
-        )
-        with self.recorder.record(x, objective.compute) as recording:
-            seeds, loss = objective.seeds_and_loss(recording.logits.detach())
+        choose_seeds = partial(backend.seeds, examples=examples)
+        numbers = partial(backend.numbers, examples)
+        outputs = self.task.outputs(self.recorder.model, y, numbers)
+        with self.recorder.record(x, outputs) as recording:
+            logits = recording.logits.detach()
+            seeds, loss = self.task.seeds_and_loss(logits, y, choose_seeds)
             rounds = Rounds.of(recording.positions)
             if rounds is not None:  # of tokens, each has a curvature of its own
                 seeds = rounds.seeds(seeds)
@@ -216,7 +218,7 @@ class KronStructure(HostStructure):
     on torch's random state, and not on the examples.
     """
 
-    backend_type: ClassVar[type[Any]] = CurvlinopsGGN
+    backend_type = CurvlinopsGGN
 
     def zeros(self) -> Kron:
         blocks = self.recorder.blocks

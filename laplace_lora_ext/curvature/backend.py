@@ -163,14 +163,6 @@ class LowRankKronGGN:
         check_count("num_samples", self.num_samples)
         self.task = task_of(self.likelihood)
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Collect what the curvature depends on, besides the model and the data."""
-        names = ["rank", "kfac_approx", "tail", "stochastic"]
-        if self.stochastic is not False:
-            names += ["draws", "num_samples", "seed"]
-        return {name: getattr(self, name) for name in names}
-
     def seeds(self, logits: Tensor, examples: Tensor) -> Seeds:
         """Choose seeds of the exact Fisher, or draw some where they are fewer.
 
@@ -179,11 +171,17 @@ class LowRankKronGGN:
         """
         assert self.num_samples is not None
         is_drawn = self.stochastic
+        task = self.task
         if is_drawn is None:
-            is_drawn = self.task.draws_save(logits, self.num_samples)
+            # The exact Fisher takes a pass for each column, of each token of a text.
+            # Those of a regression weigh alike: none is small.
+            is_drawn = not task.has_noise and (
+                task.has_tokens
+                or task.columns_by_size(logits).shape[1] > self.num_samples
+            )
         if not is_drawn:
-            return self.task.exact_seeds(logits)
-        draw = self.task.label_seeds if self.draws == "labels" else self.task.sign_seeds
+            return task.exact_seeds(logits)
+        draw = task.label_seeds if self.draws == "labels" else task.sign_seeds
         return draw(logits, self.num_samples, Draws(self.seed, examples))
 
     def numbers(self, examples: Tensor) -> Tensor:

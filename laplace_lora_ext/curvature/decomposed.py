@@ -207,7 +207,7 @@ class LowRankKronDecomposed:
         alike: dict[tuple[object, ...], list[int]] = {}
         for index, block in enumerate(blocks):
             U = block.U
-            kind = block.small_output, block.shape, U.shape, U.device, U.dtype
+            kind = block.small_output, block.Q.shape, U.shape, U.device, U.dtype
             alike.setdefault(kind, []).append(index)
         groups: list[tuple[list[int], DecomposedBlock]] = []
         for indices in alike.values():
@@ -266,10 +266,10 @@ class LowRankKronDecomposed:
     def _power(self, exponent: float) -> list[tuple[list[int], Power]]:
         powers: list[tuple[list[int], Power]] = []
         for indices, block in self.groups:
-            values = block.eigenvalues(self.scale, self.deltas[indices])
-            on_leading, on_remainder = (each.pow(exponent) for each in values)
-            power = Power(block, on_leading[:, None], on_remainder[:, None, :, None])
-            powers.append((indices, power))
+            leading, remaining = block.eigenvalues(self.scale, self.deltas[indices])
+            on_leading = leading.pow(exponent)[:, None]
+            on_remainder = remaining.pow(exponent)[:, None, :, None]
+            powers.append((indices, Power(block, on_leading, on_remainder)))
         return powers
 
     def __add__(self, deltas: float | Tensor) -> LowRankKronDecomposed:

@@ -57,10 +57,9 @@ class KroneckerBlock:
     ) -> KroneckerBlock:
         """Make empty sums for a weight with the LoRA rank as one side."""
         r, d = shape if small_output else reversed(shape)
-        none = torch.zeros((), device=device, dtype=torch.float64)
-        matrix, columns = (
-            torch.zeros(size, device=device, dtype=dtype) for size in ((r, r), (d, 0))
-        )
+        matrix = torch.zeros(r, r, device=device, dtype=dtype)
+        none = matrix.new_zeros((), dtype=torch.float64)
+        columns = matrix.new_zeros(d, 0)
         return cls(small_output, matrix, columns, none, none, rank, tail)
 
     @classmethod

@@ -23,21 +23,16 @@ Call = Callable[[Any], Any]
 
 
 class Answers:
-    """What a model's logits are: all that it returns, as of a classifier.
-
-    Classes below are of language models, whose logits are those of answers.
+    """How a language model's logits are those of answers.
 
     Attributes
     ----------
     class_token_ids : list of int, list of list of int, or None
-        the answers, one a class; None where each batch brings its own, or there are
-        none
+        the answers, one a class; None where each batch brings its own
     mask_token_id : int or None
         the token at which a masked language model answers
     normalised : bool
         whether logits of several tokens are means, rather than sums
-    are_read : bool
-        whether logits are read off those of a vocabulary
     decodes : bool
         whether the model reads one text, and writes another
     """
@@ -45,10 +40,9 @@ class Answers:
     class_token_ids: ClassTokens | None = None
     mask_token_id: int | None = None
     normalised: bool = False
-    are_read = False
 
     def __init__(
-        self, transformer: PreTrainedModel | None, first_tokens: Sequence[int] = ()
+        self, transformer: PreTrainedModel | None, first_tokens: Sequence[int]
     ) -> None:
         self._transformer = transformer
         self._first_tokens = first_tokens  # which the answers begin with
@@ -58,16 +52,12 @@ class Answers:
         """Return the texts that the model reads, a row or several for each example."""
         return inputs
 
-    def logits(self, inputs: Any, call: Call) -> Tensor:
-        """Compute logits `(B, C)`."""
-        return self._scores(inputs, call)[0]
-
     def log_probs(self, inputs: Any, call: Call) -> Tensor:
         """Compute log-probabilities `(B, C + 1)` of `class_token_ids`, and all else.
 
         All else are texts that begin with other tokens than any answer.
         """
-        logits, at_first = self._scores(inputs, call)
+        logits, at_first = self.scores(inputs, call)
         of_vocabulary = in_full(at_first).log_softmax(-1)
         first = torch.tensor(self._first_tokens, device=of_vocabulary.device)
         of_any_answer = of_vocabulary[:, first].logsumexp(-1, keepdim=True)
@@ -78,10 +68,9 @@ class Answers:
         log_p = in_full(logits).log_softmax(-1) + of_any_answer
         return torch.cat([log_p, of_others], dim=1)
 
-    def _scores(self, inputs: Any, call: Call) -> tuple[Tensor, Tensor]:
+    def scores(self, inputs: Any, call: Call) -> tuple[Tensor, Tensor]:
         """Compute logits `(B, C)`, and those `(B, V)` where answers begin."""
-        logits = logits_of(call(inputs))
-        return logits, logits
+        raise NotImplementedError
 
 
 class AnswerTokens(Answers):
@@ -93,8 +82,6 @@ class AnswerTokens(Answers):
     model that returns logits of a vocabulary.
     """
 
-    are_read = True
-
     def __init__(
         self,
         class_token_ids: list[int],
@@ -105,7 +92,7 @@ class AnswerTokens(Answers):
         self.class_token_ids = class_token_ids
         self.mask_token_id = mask_token_id
 
-    def _scores(self, inputs: Any, call: Call) -> tuple[Tensor, Tensor]:
+    def scores(self, inputs: Any, call: Call) -> tuple[Tensor, Tensor]:
         text_with_answer = inputs
         if self.decodes:
             assert self._transformer is not None

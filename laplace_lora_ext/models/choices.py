@@ -51,8 +51,6 @@ class Choices(Answers):
     `normalised`. Each choice is a row of its own.
     """
 
-    are_read = True
-
     def __init__(
         self,
         transformer: PreTrainedModel | None,
@@ -71,7 +69,7 @@ class Choices(Answers):
             for key, value in flat.items()
         }
 
-    def _scores(self, inputs: Any, call: Call) -> tuple[Tensor, Tensor]:
+    def scores(self, inputs: Any, call: Call) -> tuple[Tensor, Tensor]:
         """Compute logits `(B, K)`, and those where a text's first choice begins."""
         flat, targets, n_texts = self._rows(inputs)
         index, counts = first_places(targets != IGNORED)
@@ -171,7 +169,8 @@ class DataCollatorForChoices:
     tokenizer : transformers.PreTrainedTokenizerBase
         prompts get its special tokens, choices none
     max_length : int, optional
-        tokens to keep of a prompt with its longest choice; the prompt's beginning goes
+        tokens to keep of a prompt with its longest choice; the prompt's beginning goes,
+        behind special tokens that all prompts begin with
 
     Notes
     -----
@@ -235,16 +234,19 @@ class DataCollatorForChoices:
         return BatchEncoding(batch)
 
     def _prompt(self, text: str, n_of_answer: int) -> list[int]:
-        tokens = self.tokenizer(text)["input_ids"]
+        encoded = self.tokenizer(text, return_special_tokens_mask=True)
+        tokens = encoded["input_ids"]
         if self.max_length is None:
             return tokens
-        n_kept = self.max_length - n_of_answer
+        # Without the token that begins all texts, many models read none as they should.
+        n_first = [*encoded["special_tokens_mask"], 0].index(0)
+        n_kept = self.max_length - n_of_answer - n_first
         if n_kept < 1:
             raise ValueError(
                 f"A choice has {n_of_answer} tokens, which leave none of max_length="
                 f"{self.max_length} to the prompt: raise it."
             )
-        return tokens[-n_kept:]
+        return tokens[:n_first] + tokens[n_first:][-n_kept:]
 
 
 def answers_of(

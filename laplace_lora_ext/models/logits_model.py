@@ -22,6 +22,7 @@ from laplace_lora_ext.models.batches import (
     check_texts,
     check_tokenized,
     is_tokens,
+    logits_of,
     positions_of,
     text_first,
 )
@@ -66,13 +67,11 @@ class LogitsModel(nn.Module):
         which is active in prepared passes, whichever is otherwise; None for any
     output_size : int
         C; 0 before the first forward pass
-    answers : Answers
-        how the logits are read off what the model returns
+    answers : Answers or None
+        how a language model's logits are read; None for what the model itself returns
     class_token_ids : list of int, list of list of int, or None
         a language model's answers, one token a class, or several. Other models have
         none, and neither have those whose batches bring choices
-    has_answers : bool
-        whether this is a language model whose answers are the classes
     mask_token_id : int or None
         the token at which a masked language model's answer is read
     normalised : bool
@@ -92,7 +91,7 @@ class LogitsModel(nn.Module):
         super().__init__()
         self.training = False
         self._tree = Tree(model)
-        self._within: set[int] = set()  # threads that run the model
+        self._within: set[int] = set()  # threads that are in a session
         self._shared_state: State | None = None
         self.model = model
         self.adapter = adapter
@@ -108,10 +107,9 @@ class LogitsModel(nn.Module):
         self._defaults = {"use_cache": False} if has_cache else {}
         answers = self._find_answers(class_token_ids, mask_token_id, normalised)
         self.answers = answers
-        self.has_answers = answers.are_read
-        self.class_token_ids = answers.class_token_ids
-        self.mask_token_id = answers.mask_token_id
-        self.normalised = answers.normalised
+        self.class_token_ids = answers.class_token_ids if answers else None
+        self.mask_token_id = answers.mask_token_id if answers else None
+        self.normalised = answers is not None and answers.normalised
 
     @cached_property
     def transformer(self) -> PreTrainedModel | None:
@@ -141,7 +139,11 @@ class LogitsModel(nn.Module):
 
     def _logits(self, batch: Any) -> Tensor:
         """Compute logits where the model computes, and in its precision."""
-        logits = self.answers.logits(self._inputs(batch), self._call)
+        inputs = self._inputs(batch)
+        if self.answers is None:
+            logits = logits_of(self._call(inputs))
+        else:
+            logits, _ = self.answers.scores(inputs, self._call)
         if logits.ndim != 2:
             raise ValueError(
                 "The model must return logits of shape (batch, outputs), not "
@@ -153,6 +155,7 @@ class LogitsModel(nn.Module):
 
     def log_probs(self, batch: Any) -> Tensor:
         """Compute log-probabilities `(B, C + 1)` of `class_token_ids`, and all else."""
+        assert self.answers is not None
         return self.answers.log_probs(self._inputs(batch), self._call)
 
     def split(self, batch: Any) -> tuple[Any, Tensor]:
@@ -191,7 +194,9 @@ class LogitsModel(nn.Module):
         """Describe the rows of a batch that has `n_logits` rows of logits."""
         places = self.places(batch)
         n_examples = n_logits if places is None else len(places)
-        rows = self.answers.rows(self._inputs(batch))
+        rows = self._inputs(batch)
+        if self.answers is not None:
+            rows = self.answers.rows(rows)
         positions = positions_of(rows, n_examples, self.device)
         if places is None:
             return positions
@@ -255,13 +260,9 @@ class LogitsModel(nn.Module):
     @property
     def tree(self) -> Tree:
         """List the model's modules: as they are now, or were when the session began."""
-        if not self._is_within():
+        if get_ident() not in self._within:
             self._tree = self._tree.current()
         return self._tree
-
-    def _is_within(self) -> bool:
-        """Tell whether this thread has begun a session."""
-        return get_ident() in self._within
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -273,7 +274,7 @@ class LogitsModel(nn.Module):
         again, and every module has its own mode. A session within another one has
         nothing to do.
         """
-        if self._is_within():
+        if get_ident() in self._within:
             yield
             return
         # The turn comes first: all that follows changes the model, also for other
@@ -281,12 +282,15 @@ class LogitsModel(nn.Module):
         with alone(), evaluating(self.tree, self.adapter), self._begun():
             yield
 
-    def run_beside_others(self, compute: Callable[[], Result]) -> Result:
-        """Return what forward passes compute, while other threads run theirs.
+    def in_turn(self, compute: Callable[[], Result], *, may_share: bool) -> Result:
+        """Return what is computed of the model, while no other thread changes it.
 
-        Where a pass would find what another one has left, they take turns.
+        What makes forward passes alone may share it with other threads that do so at
+        the same time, unless a pass would find what another one has left.
         """
-        if self.tree.is_constant and not (self._is_within() or self.has_answers):
+        # Answers are read by hooks, which other threads' passes would call too.
+        may_share = may_share and self.answers is None
+        if may_share and get_ident() not in self._within and self.tree.is_constant:
             with TURNS.together(self, self._watched), self._begun():
                 result = compute()
                 state = self._shared_state
@@ -309,7 +313,9 @@ class LogitsModel(nn.Module):
     def _watched(self) -> Iterator[None]:
         """Let the model evaluate, and note its state, for passes of several threads."""
         tree = self._tree
-        with evaluating(tree, self.adapter), put_back(tree) as self._shared_state:
+        with evaluating(tree, self.adapter), put_back(tree) as state:
+            state.watch()
+            self._shared_state = state
             try:
                 yield
             finally:
@@ -365,7 +371,7 @@ class LogitsModel(nn.Module):
             return inputs
         check_texts(inputs, self.transformer)
         # Answers come after a text, and are read where its last token is.
-        return text_first(inputs) if self.has_answers else inputs
+        return text_first(inputs) if self.answers else inputs
 
     def _call(self, inputs: Any) -> Any:
         """Call the model with inputs, or with the keys of a mapping as keywords.
@@ -387,13 +393,13 @@ class LogitsModel(nn.Module):
         class_token_ids: Sequence[Any] | None,
         mask_token_id: int | None,
         normalised: bool,
-    ) -> Answers:
+    ) -> Answers | None:
         transformer = self.transformer
         if class_token_ids is not None:
             return answers_of(class_token_ids, transformer, mask_token_id, normalised)
         if transformer is not None and transformer.can_generate():
             return Choices(transformer, normalised)
-        return Answers(transformer)
+        return None
 
 
 # --- wrappers -------------------------------------------------------------------------

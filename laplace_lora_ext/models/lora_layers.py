@@ -446,7 +446,7 @@ def _check_linear(heads: Sequence[Block]) -> None:
     """Refuse weights of heads whose rows no hook sees."""
     for block in heads:
         kind = type(block.module)
-        if kind is not nn.Linear or block.parameter not in ("weight", "bias"):
+        if kind is not nn.Linear:
             raise NotImplementedError(
                 f"{_known_layer(block)}.{block.parameter} is a weight of "
                 f"{kind.__name__}, and a head has a "

@@ -52,7 +52,8 @@ class Turns:
         with self._left, cpu_as_default():
             if get_ident() not in self._within:
                 self._n_waiting += 1
-                self._left.wait_for(lambda: not self._within)
+                while self._within:
+                    self._left.wait()
                 self._n_waiting -= 1
             yield
 
@@ -299,7 +300,10 @@ class State:
             for name, buffer in buffers.items():
                 if buffer is not None and buffer.numel() <= _LARGEST:
                     module._buffers[name] = buffer.clone()
-        self._lent = self._buffers_now()
+
+    def watch(self) -> None:
+        """Note all buffers as they are now, for `has_changed`."""
+        self._watched = self._buffers_now()
 
     def _buffers_now(self) -> list[tuple[int, int]]:
         """Identify all buffers, with their versions."""
@@ -311,7 +315,7 @@ class State:
 
     def has_changed(self) -> bool:
         """Tell whether any module has other attributes now, or other buffers."""
-        return self._lent != self._buffers_now() or any(
+        return self._watched != self._buffers_now() or any(
             _differing(module, attributes) for module, attributes, _ in self._before
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -125,25 +125,9 @@ class Block:
         return self.matrix(weight)
 
     @property
-    def device(self) -> torch.device:
-        """Say where the layer computes."""
-        return device_of(self.module)
-
-    @property
     def statistics_dtype(self) -> torch.dtype:
         """Choose the precision of statistics and posterior: float32 or better."""
         return torch.promote_types(self.weight.dtype, torch.float32)
-
-    @property
-    def place(self) -> Place:
-        """Say where its statistics and posterior belong, and their precision."""
-        return self.device, self.statistics_dtype
-
-    def of_inputs(self, inputs: Tensor) -> Tensor:
-        """Return the rows `(..., n)` that the matrix multiplies, given the inputs."""
-        if self.parameter == "bias":  # a matrix that multiplies ones
-            return inputs.new_ones(*inputs.shape[:-1], 1)
-        return inputs
 
     def small_side_first(self, weights: Tensor) -> Tensor:
         """Turn `(..., m, n)` weights into `(..., r, d)`, and back."""
@@ -176,11 +160,6 @@ def bare_name(name: str) -> str:
     # Directly before a LoRA weight they tell layers around layers apart.
     bare = bare.replace(".token_adapter.base_layer.", ".")
     return re.sub(r"\.base_layer\.(?!lora_)", ".", bare)
-
-
-def without_rows(blocks: Iterable[Block]) -> list[Block]:
-    """Select the blocks of whose rows no hook sees anything."""
-    return [block for block in blocks if not block.has_rows]
 
 
 # --- values ---------------------------------------------------------------------------

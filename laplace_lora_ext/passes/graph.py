@@ -21,16 +21,13 @@ from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.batches import Positions
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import checkpointing
-from laplace_lora_ext.models.weights import Block, read, without_rows
+from laplace_lora_ext.models.weights import Block, read
+from laplace_lora_ext.tasks.task import Outputs
 
 # Rows that a backward pass should have: with fewer, products leave the machine half
 # idle, and what is done once a pass and layer counts. Measured on two cores by `python
 # -m benchmarks cost`.
 _ROWS = 512
-
-Outputs = Callable[[Any, Tensor | None], Tensor]
-"""Computes what is back-propagated from, `(N, C)`: of a batch, or of one of its
-examples, whose rows `(N,)` booleans mark."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +167,7 @@ class Taps:
     def __init__(self, model: LogitsModel, blocks: list[Block]) -> None:
         self.model = model
         self.blocks = blocks
-        self.without_rows = without_rows(blocks)
+        self.without_rows = [block for block in blocks if not block.has_rows]
         self.proven: dict[tuple[str, int], int] = {}
         # A whole weight's gradient is of all examples that a pass has.
         self.examples_apart = bool(self.without_rows)
@@ -224,7 +221,9 @@ class Taps:
         # None where a checkpointed layer is computed anew for a backward pass.
         if self._calls is not None:
             self._calls[index].append(output.shape[:-1])
-        inputs = self.blocks[index].of_inputs(args[0])
+        inputs = args[0]
+        if self.blocks[index].parameter == "bias":  # a matrix that multiplies ones
+            inputs = inputs.new_ones(*inputs.shape[:-1], 1)
         if inputs.is_inference():  # autograd can't save it
             inputs = inputs.clone()
         return _Tap.apply(output, self.anchor, inputs, self, index)

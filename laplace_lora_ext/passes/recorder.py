@@ -20,17 +20,22 @@ from laplace_lora_ext.models.batches import (
     part_of,
 )
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.weights import Block, Place, check_in_place, read
+from laplace_lora_ext.models.weights import (
+    Block,
+    Place,
+    check_in_place,
+    device_of,
+    read,
+)
 from laplace_lora_ext.passes.graph import (
     Graph,
-    Outputs,
     Rows,
     Take,
     Taps,
     is_proven,
     non_finite_gradients,
 )
-from laplace_lora_ext.tasks.task import Seeds
+from laplace_lora_ext.tasks.task import Outputs, Seeds
 
 # Rows that go through a layer in one backward pass of all outputs, unless a single
 # example has more: on a CPU, where more are no faster, and on an accelerator.
@@ -172,10 +177,11 @@ class Recorder:
     def places(self) -> list[Place]:
         """List where statistics belong now: those of all blocks, then each block's.
 
-        The former belong on the model's device.
+        The former belong on the model's device, a block's where its layer computes.
         """
         of_all = self.model.device, self.blocks[0].statistics_dtype
-        return [of_all, *(block.place for block in self.blocks)]
+        of_blocks = [(device_of(b.module), b.statistics_dtype) for b in self.blocks]
+        return [of_all, *of_blocks]
 
     # --- recordings -------------------------------------------------------------------
 

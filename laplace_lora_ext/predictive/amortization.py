@@ -5,28 +5,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack
-from functools import partial
 from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from laplace_lora_ext.messages import check_name
 from laplace_lora_ext.models.answers import output_layer_of
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.models.swapping import swapping
-from laplace_lora_ext.models.weights import are_in_place
+from laplace_lora_ext.models.weights import are_in_place, values_of
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.learnt_variance import LearntVariance, log_variances
-from laplace_lora_ext.predictive.moments import Contrasts, Moments
-from laplace_lora_ext.predictive.posterior import (
-    Posterior,
-    logits_with,
-    of_classes,
-    sees_differences,
-)
+from laplace_lora_ext.predictive.moments import Moments
+from laplace_lora_ext.predictive.posterior import Posterior, logits_with, moments_for
 from laplace_lora_ext.processes import together
 from laplace_lora_ext.processes.shards import join_batches
 
@@ -139,12 +132,14 @@ def changes_of_logits(la: Posterior, inputs: Any, drawn: Tensor) -> Tensor:
     cube root of the precision of the model's numbers.
     """
     step = _precision(la.model) ** (1 / 3)
-    logits_at = partial(logits_with, la, x=inputs)
     changes: list[Tensor] = []
     for each in drawn:
         change = step * (each - la.mean)
-        difference = logits_at(la.mean + change) - logits_at(la.mean - change)
-        changes.append(difference / (2 * step))
+        ends = torch.stack([la.mean + change, la.mean - change])
+        after, before = (
+            logits_with(la, values, inputs) for values in values_of(la.blocks, ends)
+        )
+        changes.append((after - before) / (2 * step))
     return torch.stack(changes)
 
 
@@ -164,27 +159,12 @@ def _precision(model: LogitsModel) -> float:
 # --- predictions ----------------------------------------------------------------------
 
 
-def moments_for(
-    la: Posterior, x: Any, link_approx: str, pred_type: str = "glm"
-) -> Moments:
-    """Return moments of scaled logits for a link, exact ones or learnt ones.
-
-    Given `Moments` serve every link, unless they are those of differences. Links that
-    only see differences of logits get those from the most probable logit, by a pass for
-    each of `Contrasts`. All other links get all logits, by C passes. Labels become two
-    classes each: `(B, K, 2)` and `(B, K, 2, 2)`.
-    """
-    check_name("pred_type", pred_type, ["glm", "amortized"])
-    task = la.task.predicted
-    if pred_type == "amortized":
-        moments = amortized_moments(la, x)
-        if task.has_noise:  # whose density needs a covariance
-            moments = moments.semidefinite()
-    else:
-        is_of_some = sees_differences(la, link_approx)
-        contrasts = Contrasts(la.n_contrasts) if is_of_some else None
-        moments = la._moments(x, contrasts=contrasts)
-    return of_classes(task, moments).scaled(la.logit_scale)
+def learnt_moments(la: Posterior, x: Any, link_approx: str) -> Moments:
+    """Return what `moments_for` does, with learnt variances."""
+    moments = amortized_moments(la, x)
+    if la.task.predicted.has_noise:  # whose density needs a covariance
+        moments = moments.semidefinite()
+    return moments_for(la, moments, link_approx)
 
 
 def amortized_moments(la: Posterior, x: Any) -> Moments:
@@ -248,7 +228,7 @@ def logits_and_hidden_states(
     Call it within a session.
     """
     tree = model.tree
-    output_layer = output_layer_of(model.transformer) if model.has_answers else None
+    output_layer = output_layer_of(model.transformer) if model.answers else None
     layers = tree.read_by
     if output_layer is not None:
         layers = [output_layer]

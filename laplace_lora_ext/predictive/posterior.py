@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from laplace.baselaplace import ParametricLaplace
@@ -18,8 +18,6 @@ from laplace_lora_ext.predictive.learnt_variance import LearntVariance
 from laplace_lora_ext.predictive.links import OF_DIFFERENCES
 from laplace_lora_ext.predictive.moments import Contrasts, Moments, padded_to
 from laplace_lora_ext.tasks.task import Task
-
-Result = TypeVar("Result")
 
 WITHOUT_VARIANCE = 1e12
 """A prior precision under which weights don't vary, of numbers relative to the unit."""
@@ -201,6 +199,20 @@ def of_classes(task: Task, moments: Moments) -> Moments:
     return Moments(task.class_logits(f_mu), task.class_covariance(f_var))
 
 
+def moments_for(la: Posterior, x: Any, link_approx: str) -> Moments:
+    """Return moments of scaled logits for a link, those of a batch or given ones.
+
+    Given `Moments` serve every link, unless they are those of differences. Links that
+    only see differences of logits get those from the most probable logit, by a pass for
+    each of `Contrasts`. All other links get all logits, by C passes. Labels become two
+    classes each: `(B, K, 2)` and `(B, K, 2, 2)`.
+    """
+    is_of_some = sees_differences(la, link_approx)
+    contrasts = Contrasts(la.n_contrasts) if is_of_some else None
+    moments = la._moments(x, contrasts=contrasts)
+    return of_classes(la.task.predicted, moments).scaled(la.logit_scale)
+
+
 def drawn_weights(
     la: Posterior, n_samples: int, generator: torch.Generator | None
 ) -> Iterator[Values]:
@@ -211,9 +223,8 @@ def drawn_weights(
         yield from values_of(la.blocks, drawn)
 
 
-def logits_with(la: Posterior, weights: Tensor, x: Any) -> Tensor:
-    """Compute a batch's logits `(B, C)` with other weights `(parameters,)`."""
-    (values,) = values_of(la.blocks, weights[None])
+def logits_with(la: Posterior, values: Values, x: Any) -> Tensor:
+    """Compute a batch's logits `(B, C)` with other weights."""
     with la.model.forward_passes(), replace_weights(la.blocks, values):
         return la.model(x)
 
@@ -239,8 +250,9 @@ def drawn_functions(la: Posterior, weights: Tensor, pred_type: str, x: Any) -> T
     """
     la.check_model()
     if pred_type == "nn":
-        logits = torch.stack([logits_with(la, drawn, x) for drawn in weights])
-        return la.logit_scale * logits
+        of_draws = values_of(la.blocks, weights)
+        logits = [logits_with(la, values, x) for values in of_draws]
+        return la.logit_scale * torch.stack(logits)
     # J (θ - θ*) adds up over blocks, whose Jacobians come one after the other.
     sizes = [block.n_params for block in la.blocks]
     changes = (weights - la.mean).split(sizes, dim=1)
@@ -261,14 +273,3 @@ def drawn_functions(la: Posterior, weights: Tensor, pred_type: str, x: Any) -> T
     parts = la.recorder.predict(x, la.n_outputs, of_part)
     of_draws = torch.cat([part.of_draws for part in parts])
     return la.logit_scale * of_draws.transpose(0, 1)
-
-
-def in_turn(la: Posterior, pred_type: str, compute: Callable[[], Result]) -> Result:
-    """Return what a function predicts, while no thread changes the posterior.
-
-    With learnt variances, threads that predict do so at the same time.
-    """
-    if pred_type == "amortized":
-        return la.model.run_beside_others(compute)
-    with la.model.running():
-        return compute()

@@ -55,9 +55,6 @@ class Classification(Task):
     def class_counts(self, y: Tensor) -> ClassCounts:
         return ClassCounts((0, label) for label in y.tolist())
 
-    def as_targets(self, y: Tensor, dtype: torch.dtype) -> Tensor:
-        return y.long()
-
     def check_targets(self, y: Tensor, logits: Tensor) -> Tensor:
         n_outputs = logits.shape[-1]
         if n_outputs < 2:
@@ -80,7 +77,7 @@ class Classification(Task):
                 "The model's outputs look like probabilities: return logits, and leave "
                 "the softmax to the likelihood."
             )
-        return self.as_targets(y.to(logits.device), logits.dtype)
+        return y.to(logits.device).long()
 
 
 CLASSIFICATION = Classification()

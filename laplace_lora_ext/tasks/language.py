@@ -15,7 +15,6 @@ from transformers.models.bart.modeling_bart import shift_tokens_right
 
 from laplace_lora_ext.models.answers import (
     DECODER_INPUTS,
-    Answers,
     first_places,
     logits_at,
     output_layer_of,
@@ -29,7 +28,7 @@ from laplace_lora_ext.tasks.classification import (
     check_labels,
     drawn_labels,
 )
-from laplace_lora_ext.tasks.task import ClassCounts, Objective, Seeds, Task
+from laplace_lora_ext.tasks.task import ClassCounts, Outputs, Seeds, Task
 from laplace_lora_ext.tasks.token_labels import (
     TokenClassification,
     check_labelled,
@@ -160,6 +159,11 @@ class TokensModel(LogitsModel):
         assert transformer is not None
         return transformer
 
+    @property
+    def _decodes(self) -> bool:
+        """Tell whether the model reads one text, and writes another."""
+        return self.transformer.config.is_encoder_decoder
+
     def _logits(
         self, batch: Any, part: Span | None = None, states: LastStates | None = None
     ) -> Tensor:
@@ -167,7 +171,7 @@ class TokensModel(LogitsModel):
 
         With `states`, the layers before the output layer run once for all parts.
         """
-        if isinstance(batch, Mapping) and not self.answers.decodes:
+        if isinstance(batch, Mapping) and not self._decodes:
             batch = text_first(batch)  # labels too
         labelled = self.targets(batch, part) != IGNORED
         inputs = self._inputs(batch)
@@ -237,9 +241,9 @@ class TokensModel(LogitsModel):
             )
         _, labels = super().split(batch)
         # An encoder reads other tokens than those that have labels.
-        inputs = {} if self.answers.decodes else super()._inputs(batch)
+        inputs = {} if self._decodes else super()._inputs(batch)
         check_places(labels, inputs)
-        if not self.answers.decodes:
+        if not self._decodes:
             # Logits predict the token after their place.
             labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
             mask = inputs.get("attention_mask")
@@ -253,7 +257,7 @@ class TokensModel(LogitsModel):
     def labelled(self, batch: Any, part: Span | None = None) -> Tensor:
         """Mark the labels that some logits predict, or those of a part, `(B, T)`."""
         predicting = self.targets(batch, part) != IGNORED
-        return predicting if self.answers.decodes else predicting.roll(1, dims=1)
+        return predicting if self._decodes else predicting.roll(1, dims=1)
 
     def places(self, batch: Any) -> Tensor:
         """Mark the tokens `(B, T)` at which logits predict a label."""
@@ -261,9 +265,7 @@ class TokensModel(LogitsModel):
 
     def _inputs(self, batch: Any) -> Any:
         inputs = super()._inputs(batch)
-        if self.answers.decodes and all(
-            inputs.get(key) is None for key in DECODER_INPUTS
-        ):
+        if self._decodes and all(inputs.get(key) is None for key in DECODER_INPUTS):
             labels = batch[self.dict_key_y].to(self.device)
             inputs["decoder_input_ids"] = _decoder_input_ids(self.transformer, labels)
         return text_first(inputs)
@@ -273,7 +275,7 @@ class TokensModel(LogitsModel):
         class_token_ids: Sequence[Any] | None,
         mask_token_id: int | None,
         normalised: bool,
-    ) -> Answers:
+    ) -> None:
         transformer = super().transformer
         refuse_answers(class_token_ids, mask_token_id, normalised)
         if transformer is None or not transformer.can_generate():
@@ -281,7 +283,6 @@ class TokensModel(LogitsModel):
                 'The likelihood "language_modeling" needs a transformers model that '
                 "generates text, such as one of AutoModelForCausalLM."
             )
-        return Answers(transformer)
 
 
 def _decoder_input_ids(transformer: PreTrainedModel, labels: Tensor) -> Tensor:
@@ -318,14 +319,10 @@ class LanguageModeling(TokenClassification):
         """Count nothing: the words of a few texts are too few to guess by."""
         return ClassCounts()
 
-    def objective(
-        self,
-        model: LogitsModel,
-        y: Tensor,
-        seeds: Callable[[Tensor], Seeds],
-        numbers: Callable[[], Tensor],
-    ) -> Objective:
-        """End in log-probabilities of tokens' own labels, and of drawn ones.
+    def outputs(
+        self, model: LogitsModel, y: Tensor, numbers: Callable[[], Tensor]
+    ) -> Outputs:
+        """Choose log-probabilities of tokens' own labels, and of drawn ones.
 
         Their gradients in the logits of a vocabulary are the slopes that a Monte-Carlo
         Fisher sums, and at no time are the logits of all tokens needed. The slope of a
@@ -340,21 +337,17 @@ class LanguageModeling(TokenClassification):
             rows = slice(None) if own is None else own
             return model.log_probs_of(batch, labels.of(rows))
 
-        def seeds_and_loss(outputs: Tensor) -> tuple[Seeds, Tensor]:
-            n_tokens, n_labels = outputs.shape
-            # The drawn ones, behind each token's own.
-            drawn = torch.eye(n_labels).to(outputs)[1:]
-            vectors = drawn[:, None].expand(-1, n_tokens, -1)
-            weights = outputs.new_full((len(drawn), 1), len(drawn) ** -0.5)
-            return Seeds(vectors, weights), -outputs[:, 0].sum()
+        return log_probs
 
-        return Objective(log_probs, seeds_and_loss)
-
-    def check_linearised(self) -> None:
-        raise NotImplementedError(
-            "Moments of logits would need Jacobians of the whole vocabulary at every "
-            "token: use la.score(batch), or la.draw_logits(batch)."
-        )
+    def seeds_and_loss(
+        self, outputs: Tensor, y: Tensor, seeds: Callable[[Tensor], Seeds]
+    ) -> tuple[Seeds, Tensor]:
+        n_tokens, n_labels = outputs.shape
+        # The drawn ones, behind each token's own.
+        drawn = torch.eye(n_labels).to(outputs)[1:]
+        vectors = drawn[:, None].expand(-1, n_tokens, -1)
+        weights = outputs.new_full((len(drawn), 1), len(drawn) ** -0.5)
+        return Seeds(vectors, weights), -outputs[:, 0].sum()
 
 
 LANGUAGE_MODELING = LanguageModeling()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
-from laplace_lora_ext.tasks.regression import REGRESSION
+from laplace_lora_ext.tasks.regression import REGRESSION, in_columns
 from laplace_lora_ext.tasks.task import ClassCounts, Draws, Seeds, Task, scaled_seeds
 
 
@@ -64,12 +64,12 @@ class MultiLabel(Task):
 
     def groups(self, y: Tensor) -> Tensor:
         """Number examples by their first label; those without any are a group, too."""
-        labels = self.as_targets(y, torch.float64)
+        labels = in_columns(y).double()
         return pad(labels, (0, 1), value=0.5).argmax(1)
 
     def class_counts(self, y: Tensor) -> ClassCounts:
         """Count "not" and "yes" of each label by itself."""
-        rows = self.as_targets(y, torch.long).tolist()
+        rows = in_columns(y).long().tolist()
         return ClassCounts(item for row in rows for item in enumerate(row))
 
     def check_targets(self, y: Tensor, logits: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class Regression(Task):
         return (logits - y).square().sum() / 2
 
     def check_targets(self, y: Tensor, logits: Tensor) -> Tensor:
-        targets = self.as_targets(y.to(logits.device), logits.dtype)
+        targets = in_columns(y).to(logits)
         if targets.shape != logits.shape:
             raise ValueError(
                 f"targets must be {tuple(logits.shape)}, not {tuple(y.shape)}: class "
@@ -40,10 +40,10 @@ class Regression(Task):
             raise ValueError("non-finite targets: leave such examples out")
         return targets
 
-    def check_classes(self, name: str) -> None:
-        raise ValueError(
-            f"{name} predicts numbers, which have no probabilities: use la.predict(x)."
-        )
-
 
 REGRESSION = Regression()
+
+
+def in_columns(y: Tensor) -> Tensor:
+    """Return targets `(B, C)`; those of a single output may be `(B,)`."""
+    return y[:, None] if y.ndim == 1 else y

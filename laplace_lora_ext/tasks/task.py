@@ -19,6 +19,11 @@ by their class.
 """
 
 
+Outputs = Callable[[Any, Tensor | None], Tensor]
+"""Computes what is back-propagated from, `(N, C)`: of a batch, or of one of its
+examples, whose rows `(N,)` booleans mark."""
+
+
 @dataclass(frozen=True)
 class Draws:
     """Draws numbers for rows of logits, by a generator of each example's own.
@@ -81,23 +86,6 @@ def scaled_seeds(columns: Tensor, over: tuple[int, ...] = (2,)) -> Seeds:
     smallest = torch.finfo(columns.dtype).tiny
     weights = columns.abs().amax(over, keepdim=True).clamp_min(smallest)
     return Seeds(columns / weights, weights[..., 0])
-
-
-class Objective(NamedTuple):
-    """What the passes of a batch end in.
-
-    Attributes
-    ----------
-    compute : callable
-        takes a batch, or one of its examples and booleans `(N,)` that mark its own rows
-        among the batch's; returns outputs `(N, C)`
-    seeds_and_loss : callable
-        takes the batch's outputs; returns what to back-propagate for the Fisher, and
-        the summed loss `()`. Labels that don't fit are refused
-    """
-
-    compute: Callable[[Any, Tensor | None], Tensor]
-    seeds_and_loss: Callable[[Tensor], tuple[Seeds, Tensor]]
 
 
 class Task:
@@ -167,13 +155,6 @@ class Task:
         """List the columns of the root, `(B, K)`, from the largest one on."""
         raise NotImplementedError
 
-    def draws_save(self, logits: Tensor, n_passes: int) -> bool:
-        """Tell whether the exact Fisher takes more backward passes than draws do."""
-        if self.has_noise:  # outputs weigh alike: none of their columns is small
-            return False
-        # Each token of a text would have passes of its own.
-        return self.has_tokens or self.columns_by_size(logits).shape[1] > n_passes
-
     def exact_seeds(self, logits: Tensor) -> Seeds:
         """Compute seeds of the exact (type-2) Fisher: the columns of its root."""
         _, n_outputs = logits.shape
@@ -209,24 +190,24 @@ class Task:
         """Compute slopes of the loss at targets that are drawn from the model."""
         raise NotImplementedError("Numbers have no labels to draw: leave out draws.")
 
-    def objective(
-        self,
-        model: LogitsModel,
-        y: Tensor,
-        seeds: Callable[[Tensor], Seeds],
-        numbers: Callable[[], Tensor],
-    ) -> Objective:
-        """Choose what the passes of a batch with labels end in.
+    def outputs(
+        self, model: LogitsModel, y: Tensor, numbers: Callable[[], Tensor]
+    ) -> Outputs:
+        """Choose what the passes of a batch with labels end in: the logits.
 
-        `seeds` takes logits. `numbers` draws numbers `(S, N)` that choose among the
-        labels of N tokens.
+        `numbers` draws numbers `(S, N)` that choose among the labels of N tokens.
         """
+        return lambda batch, own: model(batch)
 
-        def seeds_and_loss(logits: Tensor) -> tuple[Seeds, Tensor]:
-            targets = self.check_targets(y, logits)
-            return seeds(logits), self.loss(logits, targets)
+    def seeds_and_loss(
+        self, outputs: Tensor, y: Tensor, seeds: Callable[[Tensor], Seeds]
+    ) -> tuple[Seeds, Tensor]:
+        """Choose what to back-propagate for the Fisher, and sum the loss, `()`.
 
-        return Objective(lambda batch, own: model(batch), seeds_and_loss)
+        `seeds` takes logits. Labels that don't fit are refused.
+        """
+        targets = self.check_targets(y, outputs)
+        return seeds(outputs), self.loss(outputs, targets)
 
     # --- targets ----------------------------------------------------------------------
 
@@ -249,13 +230,6 @@ class Task:
         """Count the classes of targets: what a guess knows that reads no example."""
         return ClassCounts()
 
-    def as_targets(self, y: Tensor, dtype: torch.dtype) -> Tensor:
-        """Bring targets into the shape and type that the losses take, unchecked.
-
-        Those of a single output may be `(B,)`.
-        """
-        return (y[:, None] if y.ndim == 1 else y).to(dtype)
-
     def check_targets(self, y: Tensor, logits: Tensor) -> Tensor:
         """Check targets, and bring them into the losses' form, on the logits' device.
 
@@ -268,6 +242,16 @@ class Task:
 
     def check_linearised(self) -> None:
         """Refuse predictions of the linearised model where outputs are too many."""
+        if self.writes:
+            raise NotImplementedError(
+                "Moments of logits would need Jacobians of the whole vocabulary at "
+                "every token: use la.score(batch), or la.draw_logits(batch)."
+            )
 
-    def check_classes(self, name: str) -> None:
-        """Refuse probabilities where a task of some name predicts no classes."""
+    def check_classes(self) -> None:
+        """Refuse probabilities where no classes are predicted."""
+        if self.predicted.has_noise:
+            raise ValueError(
+                f"{self.name} predicts numbers, which have no probabilities: use "
+                "la.predict(x)."
+            )

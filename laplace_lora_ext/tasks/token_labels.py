@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.models.answers import Answers
 from laplace_lora_ext.models.batches import IGNORED, is_real, logits_of
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.tasks.classification import Classification, check_labels
@@ -72,9 +71,8 @@ class TokenLabelsModel(LogitsModel):
         class_token_ids: Sequence[Any] | None,
         mask_token_id: int | None,
         normalised: bool,
-    ) -> Answers:
+    ) -> None:
         refuse_answers(class_token_ids, mask_token_id, normalised)
-        return Answers(self.transformer)
 
 
 class TokenClassification(Classification):
@@ -86,7 +84,7 @@ class TokenClassification(Classification):
     """
 
     name = "token_classification"
-    adapter: type[LogitsModel] = TokenLabelsModel
+    adapter = TokenLabelsModel
     has_tokens = True
     # Curvlinops knows one label a text.
     structures = ("lowrank_kron", "diag", "full")
@@ -117,12 +115,9 @@ class TokenClassification(Classification):
         """Count the classes of all labelled tokens, wherever they are."""
         return super().class_counts(y[y != IGNORED])
 
-    def as_targets(self, y: Tensor, dtype: torch.dtype) -> Tensor:
-        return y[y != IGNORED].long()
-
     def check_targets(self, y: Tensor, logits: Tensor) -> Tensor:
         """Return checked labels `(N,)` of labelled tokens, on the logits' device."""
-        labels = self.as_targets(y.to(logits.device), logits.dtype)
+        labels = y[y != IGNORED].to(logits.device).long()
         check_labels(labels, logits.shape[-1])
         return labels
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from laplace_lora_ext.curvature.kron import LinAlgError
 from laplace_lora_ext.messages import check_name, warn
 from laplace_lora_ext.predicting import Predictor
-from laplace_lora_ext.predictive.amortization import moments_for
 from laplace_lora_ext.predictive.data_sets import (
     NO_DATA,
     Columns,
@@ -26,7 +25,11 @@ from laplace_lora_ext.predictive.data_sets import (
 )
 from laplace_lora_ext.predictive.links import DEFAULT_LINK, LINKS, log_probabilities
 from laplace_lora_ext.predictive.moments import Moments, mix_moments
-from laplace_lora_ext.predictive.posterior import WITHOUT_VARIANCE, Posterior
+from laplace_lora_ext.predictive.posterior import (
+    WITHOUT_VARIANCE,
+    Posterior,
+    moments_for,
+)
 from laplace_lora_ext.predictive.statistics import (
     MixtureStatistics,
     PredictiveStatistics,

@@ -82,12 +82,12 @@ def backend_of(model: nn.Module, likelihood: str, **settings: Any) -> LowRankKro
 def test_settings_are_all_that_a_curvature_depends_on():
     settings = {"rank": 3, "kfac_approx": "expand", "tail": False, "stochastic": True}
     draws = {"draws": "labels", "num_samples": 4, "seed": 7}
-    found = backend_of(plain_model(), "classification", **settings, **draws).settings
-    assert found == settings | draws
+    la = make(lora_model("bert"), backend_kwargs=settings | draws)
+    assert la._structure.settings == settings | draws
     # Where nothing is drawn, nothing of it decides.
     exact = settings | {"stochastic": False}
-    found = backend_of(plain_model(), "classification", **exact, **draws).settings
-    assert found == exact
+    la = make(lora_model("bert"), backend_kwargs=exact | draws)
+    assert la._structure.settings == exact
 
 
 LABELS = {"draws": "labels"}

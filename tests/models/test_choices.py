@@ -226,13 +226,13 @@ def test_a_collator_makes_batches_of_choices(gpt2, tokenizer):
     assert batch["labels"].tolist() == [1, 0]
     # A model takes them as they are.
     assert LogitsModel(gpt2)(batch).shape == (2, 2)
-    # Prompts are cut at their start.
+    # Prompts are cut at their start, behind what every text begins with.
     batch = DataCollatorForChoices(tokenizer, max_length=5)(FEATURES)
-    kept = plain("which one ? B C")["input_ids"]
+    kept = plain("[UNK] one ? B C")["input_ids"]
     assert batch["input_ids"][0, 1].tolist() == kept
-    # The longest choice has three tokens.
+    # The longest choice has three tokens, and every text's first one stays.
     with pytest.raises(ValueError, match="raise it"):
-        DataCollatorForChoices(tokenizer, max_length=3)(FEATURES)
+        DataCollatorForChoices(tokenizer, max_length=4)(FEATURES)
     with pytest.raises(ValueError, match=r"\[2, 4\] choices"):
         DataCollatorForChoices(tokenizer)(
             [FEATURES[0], FEATURES[1] | {"choices": "ABCD"}]

@@ -74,7 +74,7 @@ def test_the_output_layer_makes_the_logits_of_what_it_read(name, padding_side):
             logits, hidden = logits_and_hidden_states(model, batch)
             assert_close(logits, model(batch))
             found = layer(hidden)
-            if model.has_answers:
+            if model.answers:
                 found = found[:, CLASS_TOKEN_IDS]
             assert_close(found, logits)
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext import Moments
-from laplace_lora_ext.predictive.amortization import moments_for
 from laplace_lora_ext.predictive.links import mean_field
 from laplace_lora_ext.predictive.moments import (
     MOST,
@@ -20,6 +19,7 @@ from laplace_lora_ext.predictive.moments import (
     gaussian_samples,
     square_root,
 )
+from laplace_lora_ext.predictive.posterior import moments_for
 from tests.support.models import (
     first_batch,
     head_of,

@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -140,14 +139,12 @@ def test_a_text_by_itself_has_its_own_labels(adapted):
     batch = six_texts()
     _, y = adapted.split(batch)
     owners = (y != IGNORED).nonzero()[:, 0]
-    none: Any = None
     numbers = torch.linspace(0, 0.99, len(owners)).double()[None]
-    objective = LANGUAGE_MODELING.objective(adapted, y, none, lambda: numbers)
+    outputs = LANGUAGE_MODELING.outputs(adapted, y, lambda: numbers)
     alone = [
-        objective.compute(text, owners == row)
-        for row, text in enumerate(unpadded_rows(batch))
+        outputs(text, owners == row) for row, text in enumerate(unpadded_rows(batch))
     ]
-    assert_close(torch.cat(alone), objective.compute(batch, None))
+    assert_close(torch.cat(alone), outputs(batch, None))
 
 
 # --- what classes and texts refuse each other -----------------------------------------
