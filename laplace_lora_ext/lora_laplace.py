@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from laplace.curvature import CurvatureInterface
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -20,7 +18,6 @@ from laplace_lora_ext.models.choices import class_tokens
 from laplace_lora_ext.models.lora_layers import (
     Selection,
     active_adapter,
-    check_known_to_host,
     find_blocks,
     is_untrained,
 )
@@ -256,15 +253,13 @@ class LoRALaplace(Posterior, Predictor):
         # These may have a number for each block, and the host counts whole parameters.
         priors = {name: kwargs.pop(name) for name in _PRIORS if name in kwargs}
         options = {**self.task.backend_defaults, **(backend_kwargs or {})}
-        backend = self._kind_of_structure.backend_type
-        if issubclass(backend, CurvatureInterface):  # the host's own
-            check_known_to_host(self.blocks)
-        with self._prepared():  # the host collects the parameters that require grad
+        # The host collects the parameters that require grad.
+        with self.recorder.prepared():
             super().__init__(
                 self.model,
                 self.task.name_for_host,
                 dict_key_y=dict_key_y,
-                backend=backend,
+                backend=None,  # which the structure makes
                 backend_kwargs=options,
                 **kwargs,
             )
@@ -276,7 +271,7 @@ class LoRALaplace(Posterior, Predictor):
         self.n_contrasts = None
         self.metadata: dict[str, Any] = {}
         self.likelihood = self.task.name  # as the backend and files know it
-        self._structure  # noqa: B018 - refuses wrong options now, and not in `fit`
+        self.backend  # noqa: B018 - refuses wrong options now, and not in `fit`
 
     @property
     def members(self) -> Sequence[LoRALaplace]:
@@ -313,10 +308,6 @@ class LoRALaplace(Posterior, Predictor):
             f"{prior:.4g}{scale}{variance})"
         )
 
-    def _prepared(self) -> AbstractContextManager[None]:
-        """Evaluate the model, with gradients for the LoRA weights alone."""
-        return self.model.prepared([block.weight for block in self.blocks])
-
     @property
     def _device(self) -> torch.device:
         return self.model.device
@@ -342,16 +333,13 @@ class LoRALaplace(Posterior, Predictor):
 
     @property
     def backend(self) -> Any:
-        """Make what computes the curvature of the blocks' weights, at first use."""
-        if self._backend is None:
-            with self._prepared():  # the host collects the parameters that require grad
-                return super().backend
-        return self._backend
+        """Make what computes the curvature of the blocks' weights."""
+        return self._structure.backend
 
     @property
     def _structure(self) -> Structure:
         """Say how the curvature of the blocks is summed, decomposed and packed."""
-        return self._kind_of_structure(self.recorder, self.task, self.backend)
+        return self._kind_of_structure(self.recorder, self.task, self._backend_kwargs)
 
     @exclusive
     @torch.inference_mode(False)  # what is kept must not be inference tensors
@@ -430,7 +418,6 @@ class LoRALaplace(Posterior, Predictor):
         """Move the posterior and its prior to the model's LoRA weights."""
         if self._fit is not None and self._fit.places == self.recorder.places:
             return
-        self._backend = None  # the host's keeps buffers that the model has replaced
         for name in ("prior_precision", "prior_mean", "sigma_noise"):
             setattr(self, name, getattr(self, name))  # the host moves what it is given
         if self._fit is not None:

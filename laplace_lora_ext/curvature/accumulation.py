@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import isfinite
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from laplace.curvature.curvlinops import CurvlinopsGGN
@@ -21,6 +21,7 @@ from laplace_lora_ext.curvature.backend import KFAC_APPROX, LowRankKronGGN
 from laplace_lora_ext.curvature.decomposed import LowRankKronDecomposed, diagonal_of
 from laplace_lora_ext.curvature.kron import KroneckerBlock, StreamingUpdates
 from laplace_lora_ext.messages import listed, naming
+from laplace_lora_ext.models.lora_layers import check_known_to_host
 from laplace_lora_ext.models.weights import check_in_place, read
 from laplace_lora_ext.passes.graph import Rows
 from laplace_lora_ext.passes.recorder import Recorder, Rounds
@@ -34,7 +35,7 @@ _WAITING = 2**24
 
 @dataclass(frozen=True)
 class Structure:
-    """A structure over one model's LoRA weights, with the backend that computes it.
+    """A structure over one model's LoRA weights, with what computes it.
 
     Sums and curvature are of a type for each structure.
 
@@ -44,15 +45,18 @@ class Structure:
         of the model and its blocks
     task : Task
         of the training data
-    backend
-        of the class `backend_type`, with the user's options
+    options : dict
+        the user's, of the backend
     """
-
-    backend_type: ClassVar[type[Any]] = LowRankKronGGN
 
     recorder: Recorder
     task: Task
-    backend: Any
+    options: dict[str, Any]
+
+    @cached_property
+    def backend(self) -> Any:
+        """Make what computes the curvature; wrong options are refused."""
+        return LowRankKronGGN(**self.options)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -149,7 +153,7 @@ class LowRankKronStructure(Structure):
             with naming(f"weight {blocks[rows.index].name}"):
                 add(total[rows.index], updates, rows)
 
-        choose_seeds = partial(backend.seeds, examples=examples)
+        choose_seeds = partial(backend.seeds, self.task, examples=examples)
         numbers = partial(backend.numbers, examples)
         outputs = self.task.outputs(self.recorder.model, y, numbers)
         with self.recorder.record(x, outputs) as recording:
@@ -218,7 +222,15 @@ class KronStructure(HostStructure):
     on torch's random state, and not on the examples.
     """
 
-    backend_type = CurvlinopsGGN
+    def __post_init__(self) -> None:
+        check_known_to_host(self.recorder.blocks)
+
+    @cached_property
+    def backend(self) -> CurvlinopsGGN:
+        likelihood = "regression" if self.task.has_noise else "classification"
+        # It collects the parameters that require grad.
+        with self.recorder.prepared():
+            return CurvlinopsGGN(self.recorder.model, likelihood, **self.options)
 
     def zeros(self) -> Kron:
         blocks = self.recorder.blocks
@@ -228,8 +240,7 @@ class KronStructure(HostStructure):
 
     def _of_batch(self, x: Any, y: Tensor, examples: Tensor) -> tuple[Tensor, Kron]:
         model, taps = self.recorder.model, self.recorder.taps
-        weights = [block.weight for block in self.recorder.blocks]
-        with model.prepared(weights), torch.enable_grad():
+        with self.recorder.prepared(), torch.enable_grad():
             # Checks logits and gradients, and learns which layers are called.
             with taps.on_layers():
                 logits = taps.run(lambda batch, _: model(batch), x).logits.detach()
@@ -272,7 +283,7 @@ class DiagStructure(HostStructure):
         jacobians, logits = self.recorder.jacobians(x)
         targets = self.task.check_targets(y, logits)
         if self.backend.stochastic:
-            seeds = self.backend.seeds(logits, examples)
+            seeds = self.backend.seeds(self.task, logits, examples)
         else:  # also by default: they cost no passes here
             seeds = self.task.exact_seeds(logits)
         columns = seeds.dense().transpose(0, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -11,10 +11,8 @@ from torch import Tensor
 
 from laplace_lora_ext.curvature.kron import KroneckerBlock, StreamingUpdates
 from laplace_lora_ext.messages import check_count, check_name
-from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.passes.graph import Rows
-from laplace_lora_ext.tasks import task_of
-from laplace_lora_ext.tasks.task import Draws, Seeds
+from laplace_lora_ext.tasks.task import Draws, Seeds, Task
 
 PAPER_SETTINGS: dict[str, Any] = {
     "kfac_approx": "expand",
@@ -102,14 +100,6 @@ class LowRankKronGGN:
 
     Parameters
     ----------
-    model : LogitsModel
-    likelihood : str
-        "classification", "regression", "multi_label_classification",
-        "token_classification" or "language_modeling"
-    dict_key_x : str, default="input_ids"
-        given by the host, and not needed
-    dict_key_y : str, default="labels"
-        given by the host, and not needed
     rank : int, default=10
         how many eigenvectors to keep of a large factor (the paper's `n_kfac`)
     kfac_approx : {"gradient", "expand"}
@@ -137,11 +127,6 @@ class LowRankKronGGN:
         For an unknown `kfac_approx` or a negative rank.
     """
 
-    model: LogitsModel
-    likelihood: str
-    _: KW_ONLY
-    dict_key_x: str = "input_ids"
-    dict_key_y: str = "labels"
     rank: int = 10
     kfac_approx: str = "gradient"
     tail: bool = True
@@ -161,17 +146,15 @@ class LowRankKronGGN:
         if self.num_samples is None:
             self.num_samples = _DRAWS[self.draws]
         check_count("num_samples", self.num_samples)
-        self.task = task_of(self.likelihood)
 
-    def seeds(self, logits: Tensor, examples: Tensor) -> Seeds:
-        """Choose seeds of the exact Fisher, or draw some where they are fewer.
+    def seeds(self, task: Task, logits: Tensor, examples: Tensor) -> Seeds:
+        """Choose seeds of a task's exact Fisher, or draw some where they are fewer.
 
         What is drawn depends on `examples`, `(N,)`: the number in the whole data of the
         example that each row of logits is of.
         """
         assert self.num_samples is not None
         is_drawn = self.stochastic
-        task = self.task
         if is_drawn is None:
             # The exact Fisher takes a pass for each column, of each token of a text.
             # Those of a regression weigh alike: none is small.
@@ -196,5 +179,4 @@ class LowRankKronGGN:
                 "stochastic and draws, and raise num_samples for less noise."
             )
         assert self.num_samples is not None
-        numbers = Draws(self.seed, examples).uniform(self.num_samples)
-        return numbers.to(self.model.device)
+        return Draws(self.seed, examples).uniform(self.num_samples)

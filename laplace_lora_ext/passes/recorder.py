@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -182,6 +182,10 @@ class Recorder:
         of_all = self.model.device, self.blocks[0].statistics_dtype
         of_blocks = [(device_of(b.module), b.statistics_dtype) for b in self.blocks]
         return [of_all, *of_blocks]
+
+    def prepared(self) -> AbstractContextManager[None]:
+        """Evaluate the model, with gradients for the blocks' weights alone."""
+        return self.model.prepared([block.weight for block in self.blocks])
 
     # --- recordings -------------------------------------------------------------------
 

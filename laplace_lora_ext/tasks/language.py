@@ -331,7 +331,7 @@ class LanguageModeling(TokenClassification):
         its tokens' exact Fishers, for the price of one backward pass.
         """
         assert isinstance(model, TokensModel)
-        labels = LabelsOfTokens(y[y != IGNORED], numbers())
+        labels = LabelsOfTokens(y[y != IGNORED], numbers().to(model.device))
 
         def log_probs(batch: Any, own: Tensor | None) -> Tensor:
             rows = slice(None) if own is None else own

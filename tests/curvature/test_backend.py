@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext import from_pretrained
 from laplace_lora_ext.curvature.backend import PAPER_SETTINGS, LowRankKronGGN
-from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.tasks import task_of
 from tests.support.cases import rows_of
 from tests.support.dense import curvature_of
 from tests.support.models import lora_model, plain_model, ragged_batches
@@ -74,11 +74,6 @@ def test_draws_are_the_same_whatever_the_batch_and_in_parts(likelihood, tmp_path
         assert torch.equal(block.U, other.U)
 
 
-def backend_of(model: nn.Module, likelihood: str, **settings: Any) -> LowRankKronGGN:
-    """Make a backend of a module."""
-    return LowRankKronGGN(LogitsModel(model), likelihood, **settings)
-
-
 def test_settings_are_all_that_a_curvature_depends_on():
     settings = {"rank": 3, "kfac_approx": "expand", "tail": False, "stochastic": True}
     draws = {"draws": "labels", "num_samples": 4, "seed": 7}
@@ -114,8 +109,9 @@ DRAW = {"stochastic": True}
 def test_a_batch_takes_so_many_backward_passes(
     n_outputs, likelihood, settings, n_passes
 ):
-    backend = backend_of(plain_model(n_outputs), likelihood, **settings)
-    seeds = backend.seeds(torch.zeros(3, n_outputs), torch.arange(3))
+    backend = LowRankKronGGN(**settings)
+    logits = torch.zeros(3, n_outputs)
+    seeds = backend.seeds(task_of(likelihood), logits, torch.arange(3))
     assert len(seeds.vectors) == n_passes
 
 

@@ -62,8 +62,9 @@ def test_pictures_of_labels_of_tokens_are_refused(la):
 
 def test_signs_are_drawn_by_default_and_take_two_passes():
     """A text costs its passes once for all of its tokens."""
-    backend = fitted(**full_rank()).backend
-    seeds = backend.seeds(torch.zeros(5, N_CLASSES), torch.zeros(5).long())
+    la = fitted(**full_rank())
+    logits = torch.zeros(5, N_CLASSES)
+    seeds = la.backend.seeds(la.task, logits, torch.zeros(5).long())
     assert seeds.vectors.shape == (2, 5, N_CLASSES)
     assert seeds.weights.shape == (2, 1)
 
