@@ -78,9 +78,14 @@ class Basis:
 class InFunctionSpace:
     """A host's posterior, fitted to the coordinates of training texts."""
 
-    def __init__(self, host: OfHost, basis: Basis) -> None:
+    def __init__(self, host: OfHost, basis: Basis, diagonal: Tensor) -> None:
         self.host, self.basis = host, basis
+        self._diagonal = diagonal
         self._seen: tuple[Tensor, Tensor] | None = None
+
+    def diag(self) -> Tensor:
+        """Return the diagonal of the training texts' curvature in its coordinates."""
+        return self._diagonal
 
     def covariance(self, Js: Tensor, prior_precision: Tensor) -> Tensor:
         """Compute covariances of outputs, by Jacobians (texts, rows, weights)."""
@@ -146,7 +151,10 @@ class FunctionSpaceStructure(Structure):
         texts = TensorDataset(torch.arange(n_data), torch.cat(sums.labels))
         loader = DataLoader(texts, BATCH_SIZE, shuffle=True)
         model = Linearised(rows, logits, len(basis.selected))
-        return InFunctionSpace(self.posterior(model, loader), basis)
+        p = logits.softmax(-1)
+        fishers = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+        diagonal = (rows * (fishers @ rows)).sum((0, 1))
+        return InFunctionSpace(self.posterior(model, loader), basis, diagonal)
 
 
 class UprightSubset(FunctionalLaplace):

@@ -16,6 +16,7 @@ from benchmarks.methods.functional import (
     VaLLALaplace,
 )
 from benchmarks.models import AdaptedModel
+from laplace_lora_ext.curvature.decomposed import trace_of
 from tests.support.dense import (
     batch_logits,
     exact_ggn,
@@ -78,6 +79,9 @@ def test_subset_of_data_is_the_generalised_linear_model(model, n_selected):
 def test_ella_is_the_generalised_linear_model_in_its_features(model, n_selected):
     la = fitted(ELLALaplace, model)
     Js, logits = dense(model, TRAIN)
+    # The unit of a search by few texts, whichever texts the posterior looks at.
+    whole = exact_ggn(Js, softmax_fisher(logits))
+    assert trace_of(la.H) == pytest.approx(whole.trace().item())
     directions = la.H.host.dual_directions[:-N_CLASSES]
     features = Js[:n_selected].flatten(0, 1).T @ la.H.basis.coordinates @ directions
     n_kept = round(0.75 * n_selected)
