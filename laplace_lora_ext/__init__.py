@@ -6,7 +6,7 @@ the structures "lowrank_kron", "kron", "diag" and "full".
 
 import laplace_lora_ext.metrics as metrics
 import laplace_lora_ext.plots as plots
-from laplace_lora_ext.curvature.backend import PAPER_SETTINGS
+from laplace_lora_ext.curvature.accumulation import PAPER_SETTINGS
 from laplace_lora_ext.laplace import Laplace, LowRankKronLoRALaplace, from_pretrained
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.merging import merge

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext import from_pretrained
-from laplace_lora_ext.curvature.backend import PAPER_SETTINGS, LowRankKronGGN
+from laplace_lora_ext.curvature.accumulation import PAPER_SETTINGS, LowRankKronGGN
 from laplace_lora_ext.tasks import task_of
 from tests.support.cases import rows_of
 from tests.support.dense import curvature_of
