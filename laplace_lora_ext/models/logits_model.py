@@ -78,6 +78,8 @@ class LogitsModel(nn.Module):
         whether logits of answers are means over their tokens, rather than sums
     """
 
+    may_answer = True  # as a language model; other tasks read all outputs
+
     def __init__(
         self,
         model: nn.Module,
@@ -395,6 +397,13 @@ class LogitsModel(nn.Module):
         normalised: bool,
     ) -> Answers | None:
         transformer = self.transformer
+        if not self.may_answer:
+            if class_token_ids is not None or mask_token_id is not None or normalised:
+                raise ValueError(
+                    "Labels of tokens are classes of the model's own output: leave out "
+                    "class_token_ids, class_texts, mask_token_id and normalised."
+                )
+            return None
         if class_token_ids is not None:
             return answers_of(class_token_ids, transformer, mask_token_id, normalised)
         if transformer is not None and transformer.can_generate():

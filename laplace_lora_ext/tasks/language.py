@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -33,7 +33,6 @@ from laplace_lora_ext.tasks.token_labels import (
     TokenClassification,
     check_labelled,
     check_places,
-    refuse_answers,
 )
 
 MOST_ROWS = 1024
@@ -152,11 +151,17 @@ class TokensModel(LogitsModel):
     `mask_token_id`. A model that does not generate text is refused.
     """
 
+    may_answer = False
+
     @cached_property
     def transformer(self) -> PreTrainedModel:
         """Return the transformers model within, which there always is."""
         transformer = super().transformer
-        assert transformer is not None
+        if transformer is None or not transformer.can_generate():
+            raise ValueError(
+                'The likelihood "language_modeling" needs a transformers model that '
+                "generates text, such as one of AutoModelForCausalLM."
+            )
         return transformer
 
     @property
@@ -269,20 +274,6 @@ class TokensModel(LogitsModel):
             labels = batch[self.dict_key_y].to(self.device)
             inputs["decoder_input_ids"] = _decoder_input_ids(self.transformer, labels)
         return text_first(inputs)
-
-    def _find_answers(
-        self,
-        class_token_ids: Sequence[Any] | None,
-        mask_token_id: int | None,
-        normalised: bool,
-    ) -> None:
-        transformer = super().transformer
-        refuse_answers(class_token_ids, mask_token_id, normalised)
-        if transformer is None or not transformer.can_generate():
-            raise ValueError(
-                'The likelihood "language_modeling" needs a transformers model that '
-                "generates text, such as one of AutoModelForCausalLM."
-            )
 
 
 def _decoder_input_ids(transformer: PreTrainedModel, labels: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ class TokenLabelsModel(LogitsModel):
     Batches are mappings, with labels `(B, T)` or without, or pairs of a mapping and
     labels.
     """
+
+    may_answer = False
 
     def split_if_labelled(self, batch: Any) -> tuple[Any, Tensor | None]:
         """Split a batch, but keep labels in the inputs: they say which tokens count.
@@ -65,14 +67,6 @@ class TokenLabelsModel(LogitsModel):
                 'label a text use "classification".'
             )
         return by_place[places.to(by_place.device)]
-
-    def _find_answers(
-        self,
-        class_token_ids: Sequence[Any] | None,
-        mask_token_id: int | None,
-        normalised: bool,
-    ) -> None:
-        refuse_answers(class_token_ids, mask_token_id, normalised)
 
 
 class TokenClassification(Classification):
@@ -131,17 +125,6 @@ def check_labelled(places: Tensor) -> None:
         raise ValueError(
             f"no token is labelled: every label is {IGNORED}, or in free text on a "
             "first token, which nothing predicts. Leave such batches out"
-        )
-
-
-def refuse_answers(
-    class_token_ids: Sequence[Any] | None, mask_token_id: int | None, normalised: bool
-) -> None:
-    """Refuse options of models that answer, where all outputs are read."""
-    if class_token_ids is not None or mask_token_id is not None or normalised:
-        raise ValueError(
-            "Labels of tokens are classes of the model's own output: leave out "
-            "class_token_ids, class_texts, mask_token_id and normalised."
         )
 
 
