@@ -126,7 +126,7 @@ def contrast(m: Two, x: Tensor) -> Tensor:
 
 def needs_pairs(m: Two, x: Tensor) -> Tensor:
     if len(x) == 1:
-        raise RuntimeError("not alone")
+        raise LookupError("not alone")
     return shared(3)(m, x)
 
 
