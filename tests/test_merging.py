@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -75,9 +76,11 @@ def test_two_adapters_of_one_model_are_merged_with_their_heads():
     one = fitted(model=model, modules_to_save=True)
     add_second(model)
     other = fitted(model=model, modules_to_save=True)
-    model.set_adapter("default")
+    # Whatever is active.
+    model.add_adapter("third", LoraConfig(r=1, target_modules=["query"]))
+    model.set_adapter("third")
     merged = merged_weights([one, other], modules_to_save=True)
-    assert set(model.peft_config) == {"default", "second", "merged"}
+    assert set(model.peft_config) == {"default", "second", "third", "merged"}
     assert_close(merged, dense_mode([one, other]), rtol=1e-8, atol=1e-9)
 
 

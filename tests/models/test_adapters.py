@@ -48,6 +48,9 @@ def test_a_fresh_adapter_trains_what_the_other_one_does(adapter):
     expected = [name.replace(".default", f".{adapter}") for name in trained()]
     add_fresh_adapter(model, adapter)
     assert trained() == expected
+    model.peft_config[adapter].init_lora_weights = "pissa_niter_4"
+    with pytest.raises(ValueError, match="changes the base model"):
+        add_fresh_adapter(model, "third")
     # A third one would begin with what has learnt the first one's texts.
     model.get_base_model().bert.pooler.dense.bias.requires_grad_(True)
     with pytest.raises(ValueError, match="pooler"):

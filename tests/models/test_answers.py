@@ -184,6 +184,7 @@ def test_a_masked_language_model_answers_at_its_mask_token(side):
     # Another token where there is a mask token by chance.
     ids[ids == MASK] += 1
     of_answers = LogitsModel(model, CLASS_TOKEN_IDS, mask_token_id=MASK)
+    of_answers = of_answers.for_module(model)  # as a student's is made
     with pytest.raises(ValueError, match="one mask token 7"):
         of_answers(batch)
     expected = []

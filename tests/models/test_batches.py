@@ -151,11 +151,13 @@ def test_padding_on_the_left_moves_behind_the_text_with_all_that_lies_by_positio
     types = torch.arange(7).expand(3, 7)
     # Of these both have a number for each place by chance.
     others = {"decoder_x": types, "pixel_values": torch.randn(3, 7, 2)}
-    moved = text_first(batch | {"token_type_ids": types} | others)
+    of_tokens = {"token_type_ids": types, "inputs_embeds": types[..., None] / 2}
+    moved = text_first(batch | of_tokens | others)
     # Of ones behind zeros, the mirror image has the ones first.
     assert torch.equal(moved["attention_mask"], mask.flip(1))
     found = moved["token_type_ids"][mask.flip(1).bool()]
     assert torch.equal(found, types[mask.bool()])
+    assert torch.equal(2 * moved["inputs_embeds"][..., 0], moved["token_type_ids"])
     for key, value in others.items():
         assert moved[key] is value
 

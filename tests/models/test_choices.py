@@ -32,6 +32,7 @@ from tests.support.models import (
     llama_with_output_layer,
     ragged_batches,
     record_calls,
+    without_labels,
 )
 from tests.support.pages import WORDS, write_adapter
 from tests.support.tasks import of_written_answers
@@ -227,7 +228,8 @@ def test_a_collator_makes_batches_of_choices(gpt2, tokenizer):
     # A model takes them as they are.
     assert LogitsModel(gpt2)(batch).shape == (2, 2)
     # Prompts are cut at their start, behind what every text begins with.
-    batch = DataCollatorForChoices(tokenizer, max_length=5)(FEATURES)
+    unlabelled = list(map(without_labels, FEATURES))
+    batch = DataCollatorForChoices(tokenizer, max_length=5)(unlabelled)
     kept = plain("[UNK] one ? B C")["input_ids"]
     assert batch["input_ids"][0, 1].tolist() == kept
     # The longest choice has three tokens, and every text's first one stays.

@@ -171,13 +171,11 @@ def test_an_untrained_adapter_is_warned_of_and_can_be_fitted():
         LowRankKronLoRALaplace(lora_model("bert"), "classification")
 
 
-@pytest.mark.parametrize(
-    "start", [True, "gaussian", "orthogonal", "pissa_niter_2", False]
-)
+@pytest.mark.parametrize("start", [True, "gaussian", "eva", "pissa_niter_2", False])
 def test_only_an_adapter_that_starts_at_zero_can_look_trained(start):
     config = LoraConfig(r=2, target_modules=["query"], init_lora_weights=start)
     model = get_peft_model(base_model("bert"), config)
     blocks = find_blocks(model)
     assert not looks_trained(model, blocks)
     nn.init.normal_(blocks[1].weight)
-    assert looks_trained(model, blocks) == (start in (True, "gaussian"))
+    assert looks_trained(model, blocks) == (start in (True, "gaussian", "eva"))

@@ -220,9 +220,11 @@ def test_running_averages_that_move_after_the_fit_are_named():
     batches = pairs(2)
     X, _ = batches[0]
     normed = nn.Sequential(nn.BatchNorm1d(5), TwoLinear())
+    normed.register_buffer("frequencies", torch.ones(1), persistent=False)
     model = with_lora(normed, "first", "second")
     la = make(model)
     la.fit(batches)
+    normed.frequencies += 1  # as RoPE does for long texts
     la(X)
     # One pass in training mode, as an evaluation that forgot `eval` makes.
     model.train()

@@ -1,5 +1,6 @@
 """Copies of texts with tokens of others in them."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,19 +77,25 @@ def test_tokens_are_drawn_as_often_as_they_stand_in_texts():
     assert not torch.equal(copy, ids)
     # About 3,000 tokens are drawn: chance moves the share by a thousandth.
     assert 0.04 < (copy == rare).double().mean() < 0.06
+    # Choices of texts are none.
+    choices = {"input_ids": ids[None]}
+    assert swapping(MODEL, "swapped", [choices], generator())(choices) is None
     # Texts of a prompt alone stay.
     prompts = {"input_ids": torch.tensor([PROMPT, PROMPT])}
     assert torch.equal(copied(prompts), prompts["input_ids"])
 
 
 def test_tokens_that_a_configuration_names_stay(monkeypatch):
+    config = MODEL.transformer.config
     # One or several, by whatever name.
     named = {"eos_token_id": [25, 26], "image_token_index": 27, "mask_token_id": None}
     for name, tokens in named.items():
-        monkeypatch.setattr(MODEL.transformer.config, name, tokens, raising=False)
+        monkeypatch.setattr(config, name, tokens, raising=False)
+    of_text = SimpleNamespace(to_dict=lambda: {"bos_token_id": 29})
+    monkeypatch.setattr(config, "get_text_config", lambda: of_text)
     batch = texts()
     ids = batch["input_ids"]
     copy = copied(batch)
-    named = torch.tensor([25, 26, 27])
+    named = torch.tensor([25, 26, 27, 29])
     # They are neither swapped for others, nor others for them.
     assert torch.equal(torch.isin(copy, named), torch.isin(ids, named))

@@ -5,6 +5,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
@@ -84,6 +85,8 @@ def test_offloaded_weights(tmp_path, where, structure):
         accelerate.disk_offload(model, str(tmp_path), execution_device=cpu)
     else:
         accelerate.cpu_offload(model, execution_device=cpu)
+        for block in find_blocks(model):  # beside a hook of the user's
+            add_hook_to_module(block.module, ModelHook(), append=True)
     assert next(model.parameters()).is_meta
     before = settings_of(model)
     la = build(model, structure)

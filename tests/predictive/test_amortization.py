@@ -152,6 +152,8 @@ def test_many_outputs_learn_from_draws(monkeypatch):
     # One at the weights and two at each of eight draws, whatever the number of classes.
     assert len(passes) == 17 * len(unlabelled)
     assert not backward_passes
+    # From what the head reads, and what the model says.
+    assert len(learnt.weights) == 9 + n_outputs
     assert torch.equal(la.amortize(unlabelled, None).weights, learnt.weights)
     others = la.amortize(unlabelled, None, generator=generator(1))
     assert not torch.equal(others.weights, learnt.weights)
@@ -212,6 +214,9 @@ def test_it_belongs_to_a_fit_and_a_prior(amortized, batch):
         amortized.temperature = 1.0
     # It serves again with its own.
     assert torch.equal(amortized(batch, **AMORTIZED), expected)
+    amortized.prior_precision.mul_(2)
+    with pytest.raises(ValueError, match="The prior has changed since"):
+        amortized(batch, **AMORTIZED)
     amortized.fit(ragged_batches())
     with pytest.raises(ValueError, match=r"No variance is learnt .*la\.amortize"):
         amortized.predict(batch, **AMORTIZED)

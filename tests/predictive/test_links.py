@@ -68,3 +68,7 @@ def test_a_variance_that_rounding_has_made_negative_counts_as_none():
     log_p = mean_field(Moments(f_mu, f_var))
     expected = f_mu.softmax(-1)
     assert_close(log_p.exp(), expected)
+    # Or two classes, in what they are compared with a third one by.
+    by_groups = Moments(f_mu, f_var[:, :2, :2], torch.arange(3).expand(2, -1))
+    by_pairs = Moments(f_mu, by_groups.f_var)
+    assert_close(mean_field(by_groups), mean_field(by_pairs))

@@ -12,7 +12,6 @@ from torch.testing import assert_close
 from laplace_lora_ext import Moments
 from laplace_lora_ext.predictive.links import mean_field
 from laplace_lora_ext.predictive.moments import (
-    MOST,
     NO_CLASS,
     Contrasts,
     completed,
@@ -98,7 +97,7 @@ def classes_that_matter(logits: Tensor) -> list[list[int]]:
         left = 1 - (row / 2).softmax(-1)[order].cumsum(0)
         # So many first classes leave too much.
         n_classes = 1 + max(int((left > 1e-3).sum()), 1)
-        chosen.append(order[: min(n_classes, 1 + MOST)].tolist())
+        chosen.append(order[: min(n_classes, 9)].tolist())
     return chosen
 
 
@@ -106,12 +105,11 @@ def test_classes_are_compared_until_little_probability_is_left():
     # So large that some texts need one contrast, and some as many as there may be.
     logits = 8 * normal(200, N_CLASSES)
     expected = classes_that_matter(logits)
-    most = 1 + MOST
-    assert {2, most} < {len(classes) for classes in expected}
-    rows = [classes + [-1] * (most - len(classes)) for classes in expected]
+    assert {2, 9} < {len(classes) for classes in expected}
+    rows = [classes + [-1] * (9 - len(classes)) for classes in expected]
     assert Contrasts().classes(logits).tolist() == rows
     # Few classes are all compared.
-    assert (Contrasts().classes(logits[:, :most]) != NO_CLASS).all()
+    assert (Contrasts().classes(logits[:, :9]) != NO_CLASS).all()
     # Texts that all need few have no passes for more.
     few = [text for text, classes in enumerate(expected) if len(classes) <= 4]
     directions = Contrasts().directions(logits[few])
@@ -261,7 +259,7 @@ def test_statistics_of_contrasts_predict_as_a_batch_does(la, n_contrasts, n_prio
     batches = batches_of()
     la.n_contrasts = n_contrasts
     statistics = la.predictive_statistics(batches, dtype=torch.float64)
-    n_kept = n_contrasts or MOST
+    n_kept = n_contrasts or 8
     assert statistics.projections.shape[1] == n_kept
     assert statistics.inner_products.shape[2:] == (n_kept, n_kept)
     la.prior_precision = prior_precision = priors_of_blocks(la)[:n_priors]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from laplace_lora_ext.predictive import posterior
 from laplace_lora_ext.predictive.links import shared_noise, softmax_samples
 from laplace_lora_ext.predictive.moments import gaussian_samples
 from tests.support.dense import curvature_of, jacobians
@@ -99,11 +100,14 @@ def test_functional_samples_have_the_predictive_moments(la, batch, diagonal_outp
 # --- networks of drawn weights --------------------------------------------------------
 
 
-def test_predictions_are_means_over_models_with_sampled_weights(batch):
+def test_predictions_are_means_over_models_with_sampled_weights(batch, monkeypatch):
     la, X = plain_regression()
+    # The last one of four draws comes after the others.
+    monkeypatch.setattr(posterior, "_NUMBERS", 3 * la.n_params)
     options = {"pred_type": "nn", "n_samples": 4}
     mean, variance = la(X, generator=generator(SEED), **options)
     samples = la.functional_samples(X, generator=generator(SEED), **options)
+    assert len(samples) == 4
     assert_close(mean, samples.mean(0))
     assert_close(variance, samples.var(0))
     (drawn,) = la.functional_samples(X, "nn", 1, generator=generator(SEED))

@@ -140,7 +140,7 @@ def test_labelled_texts_prove_what_clopper_and_pearson_say():
     labels[found.order[-1]] += 1
     proof = found.proof(p, labels % 3)
     n_decided = int(found.decided.sum())
-    assert (proof.n_right, proof.n_decided) == (n_decided - 1, n_decided)
+    assert proof == Proof(n_decided - 1, n_decided, 0.9, confidence=0.9)
 
 
 @pytest.mark.parametrize(

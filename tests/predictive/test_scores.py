@@ -58,13 +58,14 @@ def test_scores_are_what_they_are_defined_as():
 
 
 # No draws, and draws that say the same as the model: a constant changes nothing.
-@pytest.mark.parametrize("drawn", [[], [F, F + 1]])
+@pytest.mark.parametrize("drawn", [[], [F + 1] * 7])
 def test_without_draws_that_differ_scores_are_the_models(drawn):
     found = score(F, drawn)
     scores = found.tokens
     assert_close(scores.log_prob, scores.map_log_prob)
     assert_close(scores.total, scores.map_entropy)
-    assert_close(scores.epistemic, torch.zeros(3, 3).double(), rtol=0, atol=1e-12)
+    # Rounding leaves nothing below 0.
+    assert 0 <= scores.epistemic.min() <= scores.epistemic.max() < 1e-12
     # Tokens are independent.
     assert_close(found.sums.log_prob, found.log_prob)
 

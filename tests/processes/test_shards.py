@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -98,7 +99,8 @@ def test_all_ranks_together_have_each_example_once_and_in_order(kind):
 
 def test_a_share_that_is_read_once_gives_every_pass_the_same():
     def job(rank):
-        shuffled = numbered(40, shuffle=True)
+        again = partial(torch.stack, out=torch.empty(BATCH_SIZE).long())
+        shuffled = numbered(40, shuffle=True, collate_fn=again)
         if rank is not None:
             shuffled = accelerated(rank, 2, shuffled)
         share = Share.read_once(shuffled)

@@ -394,8 +394,10 @@ def test_an_encoder_decoder_may_have_no_method_that_shifts_labels(monkeypatch):
     expected = TokensModel(model)(batch)
     monkeypatch.delattr(type(base), "prepare_decoder_input_ids_from_labels")
     assert_close(TokensModel(model)(batch), expected, rtol=0, atol=0)
-    for config in (base.config, base.generation_config):
-        config.decoder_start_token_id = None
+    base.generation_config.decoder_start_token_id = 2
+    base.config.decoder_start_token_id = None
+    assert_close(TokensModel(model)(batch), expected, rtol=0, atol=0)
+    base.generation_config.decoder_start_token_id = None
     with pytest.raises(ValueError, match="add decoder_input_ids"):
         TokensModel(model)(batch)
 

@@ -1,11 +1,13 @@
 """Labels of tokens: a text is one of the data, its labels examples."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext import plots
@@ -207,16 +209,17 @@ def test_a_batch_without_a_label_is_refused(la):
         la(second, fitting=True)
 
 
-def fit_labels_of_texts():
+def fit_labels(change: Callable[[Tensor], Tensor]) -> None:
     batch = first_batch()
-    batch["labels"] = torch.zeros(len(batch["labels"]), dtype=torch.long)
-    fitted(data=[batch])
+    fitted(data=[batch | {"labels": change(batch["labels"])}])
 
 
 @pytest.mark.parametrize(
     ("attempt", "message"),
     [
-        (fit_labels_of_texts, '"classification"'),
+        (partial(fit_labels, lambda y: y[:, 0]), '"classification"'),
+        (partial(fit_labels, Tensor.float), "whole numbers"),
+        (partial(fit_labels, Tensor.bool), "whole numbers"),
         (
             lambda: make(lora_model("bert"), likelihood=TOKENS).fit(batches()),
             "logits of shape",
