@@ -13,6 +13,7 @@ from laplace_lora_ext import from_pretrained
 from laplace_lora_ext.predictive.statistics import of_present_fit
 from tests.support.models import first_batch, lora_model, ragged_batches
 from tests.support.posteriors import (
+    OURS_AND_A_HOSTS,
     STRUCTURES,
     fitted,
     generator,
@@ -151,9 +152,10 @@ def test_statistics_and_learnt_variances_serve_the_same_fit_after_a_move(
     assert_close(found.double(), learnt.double(), rtol=near, atol=near)
 
 
-def test_statistics_of_another_fit_are_refused_before_and_after_a_move():
+@pytest.mark.parametrize("structure", OURS_AND_A_HOSTS)
+def test_statistics_of_another_fit_are_refused_before_and_after_a_move(structure):
     model = single_precision()
-    la = fitted(model=model)
+    la = fitted(structure=structure, model=model)
     batches = ragged_batches()
     of_others = [
         fitted(model=single_precision(), **other).predictive_statistics(batches)

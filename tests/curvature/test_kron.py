@@ -99,7 +99,7 @@ def test_streaming_keeps_the_energy_of_the_optimal_factor(
     factors = block.decompose()
     eigenvalues = torch.linalg.eigvalsh((rows.T @ rows).double())
     optimum = eigenvalues[-10:].sum()
-    assert (rows @ factors.U).square().sum() >= 0.98 * optimum
+    assert (rows @ factors.U).square().sum() >= 0.99 * optimum
     # A sketch sees less energy in its directions than there is, never more.
     rounding = 1e-5
     assert factors.large.sum() <= optimum * (1 + rounding)

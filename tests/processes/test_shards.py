@@ -24,6 +24,7 @@ from laplace_lora_ext.processes.shards import (
     divide,
     examples_of,
     in_order,
+    in_order_like,
     join_ranks,
 )
 from tests.support.models import generator
@@ -255,7 +256,8 @@ GIVING = {
 @pytest.mark.parametrize("kind", GIVING)
 def test_a_loader_s_own_indices_are_the_examples(kind):
     options, n_given, among = GIVING[kind]
-    loader = numbered(20, **options)
+    own = generator()
+    loader = numbered(20, generator=own, **options)
     torch.manual_seed(1)
     examples = examples_of(loader).tolist()
     assert len(examples) == n_given
@@ -264,6 +266,9 @@ def test_a_loader_s_own_indices_are_the_examples(kind):
     state = torch.manual_seed(2).get_state()
     assert examples_of(loader).tolist() == examples
     assert torch.equal(torch.get_rng_state(), state)
+    # So does the loader's own generator, also when others are read alike.
+    list(in_order_like(loader, examples))
+    assert torch.equal(own.get_state(), generator().get_state())
 
 
 # --- ranks with the same data ---------------------------------------------------------

@@ -1,6 +1,7 @@
 """Language models that write: their logits, their fit, what is refused."""
 
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -21,6 +22,7 @@ from laplace_lora_ext.tasks.language import (
     TokensModel,
 )
 from laplace_lora_ext.tasks.task import Draws
+from tests.compatibility.families import FAMILIES, RIGHT
 from tests.support.cases import unpadded_rows
 from tests.support.dense import EXACT
 from tests.support.models import (
@@ -34,7 +36,7 @@ from tests.support.models import (
     without_labels,
 )
 from tests.support.new_tensors import NewTensors
-from tests.support.posteriors import generator, make
+from tests.support.posteriors import generator, make, normal
 from tests.support.tasks import IGNORED
 from tests.support.texts import (
     drawn_models,
@@ -278,6 +280,20 @@ def test_in_parts_all_is_the_same_by_as_many_passes_and_few_rows_of_logits(
     # Ranks that share a model make the same passes: they read all at once.
     monkeypatch.setattr(language, "is_shared", lambda model: True)
     assert len(la.model.parts(batches[0])) == 1
+
+
+def test_speech_is_read_in_parts_too(monkeypatch):
+    whisper = replace(FAMILIES["Whisper"], models="ForConditionalGeneration")
+    labels = pairs_of_texts()["labels"]
+    batch = {
+        "input_features": normal(3, 4, 16),
+        "decoder_input_ids": labels.clamp_min(0),
+        "labels": labels,
+    }
+    la = fitted_text(whisper.model(RIGHT), [batch])
+    expected = scored(la, [batch])
+    monkeypatch.setattr(language, "MOST_ROWS", A_FEW_ROWS)
+    assert_close(scored(la, [batch]), expected)
 
 
 # --- what is refused ------------------------------------------------------------------
