@@ -347,7 +347,7 @@ class KronStructure(HostStructure):
         check_known_to_host(self.recorder.blocks)
 
     @cached_property
-    def backend(self) -> CurvlinopsGGN:
+    def backend(self) -> Any:
         likelihood = "regression" if self.task.has_noise else "classification"
         # It collects the parameters that require grad.
         with self.recorder.prepared():
