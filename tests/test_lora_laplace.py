@@ -8,7 +8,14 @@ from torch.autograd import gradcheck
 from torch.distributions import MultivariateNormal
 from torch.testing import assert_close
 
-from tests.support.models import CLASS_TOKEN_IDS, lora_model, ragged_batches
+from laplace_lora_ext import from_pretrained
+from tests.support.models import (
+    CLASS_TOKEN_IDS,
+    built,
+    lora_model,
+    ragged_batches,
+    with_lora,
+)
 from tests.support.posteriors import (
     another_training,
     fitted,
@@ -78,10 +85,21 @@ def test_another_posterior_of_the_same_kind_has_the_same_options():
         posterior.fit(ragged_batches())
     assert [each.name for each in other.blocks] == [each.name for each in la.blocks]
     assert other.log_marginal_likelihood() == same.log_marginal_likelihood()
-    of_answers = fitted("gpt2").for_model(lora_model("gpt2"))
-    assert of_answers.model.class_token_ids == CLASS_TOKEN_IDS
     regression, _ = plain_regression()
     assert regression.for_model(regression.model.model).sigma_noise == 0.5
+
+
+def test_a_posterior_made_or_read_finds_answers_as_the_first(tmp_path):
+    model = with_lora(built("BertForMaskedLM"), "query")
+    answers = {"class_token_ids": CLASS_TOKEN_IDS, "mask_token_id": 7}
+    la = make(model, dict_key_y="answer", **answers)
+    texts = [{"input_ids": torch.tensor([[3, 7]]), "answer": torch.tensor([1])}]
+    la.fit(texts)
+    la.save_pretrained(tmp_path)
+    read = from_pretrained(model, tmp_path, dict_key_y="answer")
+    for other in (read, la.for_model(model)):
+        other.fit(texts)
+        assert other.log_likelihood == la.log_likelihood
 
 
 # Numbers of Python, of numpy and of torch, which are read in different ways.

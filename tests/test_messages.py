@@ -64,7 +64,7 @@ def test_what_is_wrong_is_named(la, batch):
     for call, message in (
         (lambda: la(batch, link_approx="nope"), "'nope' is none of"),
         (
-            lambda: make(la.model.model, backend_kwargs={"num_samples": 0}),
+            lambda: make(la.model.model, backend_kwargs={"num_samples": 2.5}),
             "num_samples must be",
         ),
         (lambda: la.predict_proba(["red sky", "blue"]), TOKENIZE),

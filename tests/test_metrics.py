@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal, Normal
 
 from laplace_lora_ext.metrics import compare, quality, quality_of_numbers
+from laplace_lora_ext.plots import outcomes
 from tests.support.dense import labels_of, predicted
 from tests.support.models import ragged_batches
 from tests.support.posteriors import normal, plain_regression
@@ -21,17 +22,22 @@ EVEN = torch.full_like(PERFECT, 0.5)
 
 
 def test_figures_of_predictions_of_known_quality():
-    perfect = quality(PERFECT, LABELS)
+    # Rounding may lead a little too far.
+    perfect = quality(1.0000001 * PERFECT, LABELS)
     assert perfect == {"accuracy": 1, "nll": 0, "ece": 0, "brier": 0}
     certain_and_wrong = quality(PERFECT.flip(1), LABELS)
     # Squared errors are summed over both classes.
     assert certain_and_wrong["brier"] == 2
     assert certain_and_wrong["ece"] == 1
+    assert 700 < certain_and_wrong["nll"] < math.inf
     # A coin.
     assert quality(EVEN, LABELS)["nll"] == pytest.approx(math.log(2))
-    # They say 0.65 and are always right.
-    too_modest = quality(0.3 * PERFECT + 0.7 * EVEN, LABELS)
-    assert too_modest["ece"] == pytest.approx(1 - 0.65, abs=1e-6)
+    # They say 0.65 and are always right, or 0.95 and are wrong.
+    sure = 0.9 * PERFECT + 0.1 * EVEN
+    p = torch.cat([0.3 * PERFECT + 0.7 * EVEN, sure.flip(1)])
+    for n_bins, error in ((15, (0.35 + 0.95) / 2), (1, 0.8 - 0.5)):
+        found = quality(p, LABELS.repeat(2), n_bins)
+        assert found["ece"] == pytest.approx(error, abs=1e-6)
 
 
 @pytest.mark.filterwarnings("error:The model's outputs")
@@ -117,6 +123,8 @@ def test_targets_of_another_shape_are_refused():
         with pytest.raises(ValueError, match=message):
             quality(p, labels)
     la, X = plain_regression()
+    with pytest.raises(ValueError, match="predicts numbers"):
+        outcomes(la, [])
     measure = partial(quality_of_numbers, la.predict(X))
     with pytest.raises(ValueError, match=r"\(12, 2\), not \(12, 1\)"):
         measure(normal(12))

@@ -300,5 +300,6 @@ def test_what_a_mixture_can_not_do_is_refused(tmp_path):
     in_other_order = LaplaceMixture([both.second, both.first])
     with pytest.raises(ValueError, match="another fit"):
         in_other_order.optimize_prior_precision(val_loader=given)
-    with pytest.raises(ValueError, match="one PeftModel"):
-        LaplaceMixture([fitted(), fitted()]).save_pretrained(tmp_path)
+    for members in ([fitted(), fitted()], [both.first] * 2):
+        with pytest.raises(ValueError, match="one PeftModel"):
+            LaplaceMixture(members).save_pretrained(tmp_path)

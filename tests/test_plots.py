@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import nll_loss
 from torch.testing import assert_close
 
-from laplace_lora_ext.plots import Outcomes, reliability
+from laplace_lora_ext.plots import Outcomes, reliability, risk_coverage
 from laplace_lora_ext.predictive.predictions import Prediction
 
 
@@ -56,3 +56,7 @@ def test_points_have_as_many_texts_each(n_texts, n_points):
     shares = torch.tensor(posterior.get_ydata())
     # With as many texts a point, the mean of the points is nearly that of the texts.
     assert shares.mean().item() == pytest.approx(is_right.mean().item(), abs=1e-9)
+    _, posterior = risk_coverage(found).get_lines()
+    surest = found.prediction.probabilities.amax(1).topk(5).indices
+    risk = 1 - is_right[surest].mean().item()
+    assert posterior.get_ydata()[4] == pytest.approx(risk)

@@ -167,7 +167,7 @@ def test_a_text_that_is_too_long_is_named_before_any_is_read(options, refusal):
     arguments = ModelArguments(adapter=options["adapter"], class_names=list(NAMES))
     loaded = load(arguments)
     loaded.tokenizer.model_max_length = 63
-    with pytest.raises(ValueError, match="Row 25 .* takes 63"):
+    with pytest.raises(ValueError, match=r"Row 25 .* takes 63"):
         loaded.texts(options["train"])
 
 

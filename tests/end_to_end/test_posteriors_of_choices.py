@@ -46,6 +46,7 @@ def test_unequal_numbers_of_choices_are_fitted_and_not_compared(eight_texts):
     loader = [of_four | {"labels": labels[:4]}, of_three | {"labels": labels[4:]}]
     la = make(lora_model("gpt2"))
     la.fit(loader)
+    assert la.n_outputs == 4
     assert la(of_four).shape == (4, 4)
     assert la(of_three).shape == (4, 3)
     with pytest.raises(ValueError, match="unequal numbers of choices"):

@@ -99,8 +99,8 @@ def test_pictures_show_each_label_as_an_example_of_two_classes():
     n_examples = N_TEXTS * N_LABELS
     for p in (drawn.trained, prediction.probabilities):
         assert p.shape == (n_examples, 2)
-    for labels in (drawn.labels, prediction.labels):
-        assert labels.shape == (n_examples,)
+    assert drawn.labels.shape == (n_examples,)
+    assert torch.equal(prediction.labels, prediction.probabilities.argmax(1))
 
 
 def test_drawn_weights_give_sigmoids():

@@ -19,7 +19,7 @@ from tests.support.models import VOCABULARY, llama
 from tests.support.posteriors import fitted
 from tests.support.ranks import Texts
 from tests.support.saved_adapters import tokenizer
-from tests.support.trainers import N, trainer_of
+from tests.support.trainers import N, Watch, trainer_of
 
 # --- loaders --------------------------------------------------------------------------
 
@@ -76,7 +76,8 @@ def test_afterwards_a_trainer_and_its_callbacks_are_as_before(tmp_path):
 def test_a_second_training_has_an_adapter_of_its_own(tmp_path, monkeypatch):
     seeding = Mock(wraps=set_seed)
     monkeypatch.setattr("laplace_lora_ext.tuning.second_training.set_seed", seeding)
-    trainer = trainer_of(tmp_path)
+    watch = Watch()
+    trainer = trainer_of(tmp_path, watch, max_steps=10)
     trainer.train()
     la = Laplace(trainer.model)
     la.fit(loader_of(trainer, trainer.train_dataset))
@@ -90,6 +91,7 @@ def test_a_second_training_has_an_adapter_of_its_own(tmp_path, monkeypatch):
         return posterior
 
     other = second_posterior(la)
+    assert len(watch.steps[1]) == 8
     # It has learnt something else, from other first weights.
     seeding.assert_called_once_with(trainer.args.seed + 1)
     assert not torch.equal(other.mean, la.mean)

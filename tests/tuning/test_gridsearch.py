@@ -241,7 +241,9 @@ def test_a_search_that_ends_without_variance_says_so(la):
         warnings.simplefilter("error")
         GridSearch(val_loader=texts, **GRID)(la)
     # All other priors of this grid are far too broad.
-    GridSearch(val_loader=30 * texts, log_prior_prec_max=-3, grid_size=2)(la)
+    base = torch.linspace(0.5, 2, len(la.blocks))
+    few = {"log_prior_prec_max": -3, "grid_size": 2, "init_prior_prec": base}
+    GridSearch(val_loader=30 * texts, **few)(la)
     assert "without variance" in repr(la)
     assert "do not vary" in la.summary()
     prediction = la.predict(texts)
@@ -328,6 +330,9 @@ def test_a_search_keeps_no_statistics_of_examples_that_it_has_scored(la, monkeyp
     monkeypatch.setattr(gridsearch, "statistics_of_batch", watched)
     found = GridSearch(val_loader=batches * 6, **PRIORS_ALONE)(la).objective
     assert_close(found, expected, rtol=1e-6, atol=0)
+    given = la.predictive_statistics(batches * 6)
+    found = GridSearch(val_loader=given, **PRIORS_ALONE)(la).objective
+    assert_close(found, expected, rtol=1e-6, atol=0)
     assert len(n_alive) == 6 * len(batches)
     # What waits to be scored, and the batch that comes.
     assert max(n_alive) <= 3
@@ -373,3 +378,5 @@ def test_losses_of_texts_are_those_of_scores_and_the_least_is_chosen():
         ]
         log_probs = [each.tokens.log_prob[each.labelled] for each in scores]
         assert_close(objective, -torch.cat(log_probs).mean(), rtol=1e-10, atol=0)
+    # The evidence can choose too.
+    la.optimize_prior_precision(n_steps=50)
