@@ -37,6 +37,7 @@ from tests.support.posteriors import (
     validation_loss,
 )
 from tests.support.ranks import Texts, launched, on_ranks
+from tests.support.texts import fitted_text, text_batches
 from tests.support.trainers import N, Stop, Watch, trainer_of, values
 
 BATCH, *_ = Texts(4).batches
@@ -112,6 +113,11 @@ def test_members_choose_how_kinds_differ_by_the_prior_alone():
         assert_close(factor, factor[:1].expand_as(factor))
     factor = both[0].prior_precision / scaled.prior_precision
     assert factor.max() > 1.1 * factor.min()
+    # Texts that are written choose one factor of them all.
+    model = lora_model("gpt2", modules_to_save=["lm_head"]).eval()
+    la = fitted_text(model, modules_to_save=True)
+    both, _ = choose_priors([la, la], text_batches(lengths=(5, 4)))
+    assert both[0].prior_precision.numel() == 1
 
 
 def test_members_choose_their_own_noise():
@@ -256,6 +262,8 @@ def test_all_is_in_the_output_folder_and_the_logs(tmp_path):
 def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path):
     whole = trainer_of(tmp_path / "whole", max_steps=6)
     expected = train_in_stages(whole, members=2)
+    # Of two members and two stages, each after another seed.
+    assert torch.initial_seed() == whole.args.seed + 4
 
     # Beside checkpoints of other trainings.
     folder = tmp_path / "killed"
@@ -297,21 +305,22 @@ def test_the_last_checkpoint_is_that_of_most_steps(tmp_path):
     assert stages._begun(tmp_path) == ({}, tmp_path / "checkpoint-10")
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_a_run_goes_on_as_it_began_alone(tmp_path):
+    with pytest.raises(RuntimeError, match="killed"):
+        train_in_stages(trainer_of(tmp_path, Stop(3)))
+    for settings, message in [
         ({"data": TEXTS[7:] + TEXTS[:7]}, "held-out examples="),
         ({"weight_decay": 0.1}, "weight_decay=0.0, and this one has 0.1"),
-    ],
-)
-def test_a_run_goes_on_as_it_began_alone(tmp_path, settings, message):
-    with pytest.raises(RuntimeError, match="killed"):
-        train_in_stages(trainer_of(tmp_path, Stop(3), max_steps=6))
-    watch = Watch()
-    trainer = trainer_of(tmp_path, watch, max_steps=6, **settings)
-    with pytest.raises(ValueError, match=f"stage_1 is .* with {message}"):
-        train_in_stages(trainer, resume_from_checkpoint=True)
-    assert watch.steps == []
+        ({"learning_rate": 0.1}, "learning_rate=0.01"),
+        ({"max_steps": 6}, "max_steps=5"),
+        ({"num_train_epochs": 2}, "num_train_epochs=3.0"),
+        ({"per_device_train_batch_size": 5}, "train_batch_size=4"),
+    ]:
+        watch = Watch()
+        trainer = trainer_of(tmp_path, watch, **settings)
+        with pytest.raises(ValueError, match=f"stage_1 is .* with {message}"):
+            train_in_stages(trainer, resume_from_checkpoint=True)
+        assert watch.steps == []
 
 
 # --- what cannot work -----------------------------------------------------------------

@@ -11,18 +11,22 @@ from torch.nn.functional import kl_div
 from torch.testing import assert_close
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.training.students import _collate, _head, _taught
 from tests.support.choices import prompts_of
 from tests.support.models import (
+    CLASS_TOKEN_IDS,
     Batch,
     base_model,
     built,
+    first_batch,
     head_of,
     lora_model,
     one_by_one,
     ragged_batches,
     without_labels,
 )
-from tests.support.posteriors import make, plain_regression
+from tests.support.posteriors import another_training, generator, make, plain_regression
 from tests.support.snapshots import Snapshot
 from tests.support.tasks import TASKS
 from tests.support.trainers import Stop, Watch, trainer_of
@@ -163,6 +167,18 @@ def test_answers_share_the_probability_that_the_model_gives_them(tmp_path):
     assert divergence(targets, shares_after) < 0.3 * of_map
 
 
+def test_members_tell_together_what_other_tokens_have():
+    models = [
+        LogitsModel(model.eval(), CLASS_TOKEN_IDS)
+        for model in (lora_model("gpt2"), another_training("gpt2"))
+    ]
+    batch = without_labels(first_batch())
+    records = _taught(models, torch.ones(3, 3), batch)
+    found = torch.stack([record["teacher_probabilities"][-1] for record in records])
+    one, other = (model.log_probs(batch)[:, -1].exp() for model in models)
+    assert_close(found, (one + other) / 2)
+
+
 # --- what it learns from --------------------------------------------------------------
 
 
@@ -172,7 +188,8 @@ def test_it_learns_from_training_texts_and_more(tmp_path, is_swapped):
     la, trainer = taught(tmp_path, watch)
     trainer.args.max_steps = 20
     others = [without_labels(text) for text in one_by_one([texts(seed=2)])]
-    la.distill(trainer, "swapped" if is_swapped else others)
+    draws = generator()
+    la.distill(trainer, "swapped" if is_swapped else others, generator=draws)
     (steps,) = watch.steps
     assert len(steps) == 0.3 * 20
     (records,) = watch.data
@@ -184,6 +201,7 @@ def test_it_learns_from_training_texts_and_more(tmp_path, is_swapped):
         pairs = zip(more, own, strict=True)
         changed = [(copy != text).double().mean() for copy, text in pairs]
         assert 0 < max(changed) < 0.5
+        assert not torch.equal(draws.get_state(), generator().get_state())
     else:
         assert [text.tolist() for text in more] == prompts_of(texts(seed=2))
 
@@ -226,6 +244,12 @@ def test_a_head_of_its_own_has_the_best_temperature(tmp_path):
         assert torch.equal(weight, after[name]) != is_lora
         expected = teacher[name] * (1 if is_lora else best)
         assert_close(weight, expected, rtol=0 if is_lora else 2e-3, atol=0)
+
+
+def test_of_a_head_the_last_layer_is_scaled():
+    base = built("RobertaForSequenceClassification")
+    model = get_peft_model(base, LoraConfig(task_type="SEQ_CLS"))
+    assert [len(weight) for weight in _head(model, "default", 3)] == [3, 3]
 
 
 def test_a_head_of_the_base_model_is_not_scaled(tmp_path):
@@ -296,6 +320,15 @@ def test_accumulated_steps_are_divided_whatever_loss_the_user_has(tmp_path):
     whole = learnt_in_parts(tmp_path / "1", n_parts=1)
     divided = learnt_in_parts(tmp_path / "2", n_parts=2)
     assert_close(divided, whole)
+
+
+def test_texts_are_padded_by_the_models_token():
+    texts = [
+        {"input_ids": torch.ones(n), "attention_mask": torch.ones(n)} for n in (1, 2)
+    ]
+    batch = _collate(5, texts)
+    assert batch["input_ids"].tolist() == [[1, 5], [1, 1]]
+    assert batch["attention_mask"].tolist() == [[1, 0], [1, 1]]
 
 
 # --- what fails -----------------------------------------------------------------------

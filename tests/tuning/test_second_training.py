@@ -35,10 +35,18 @@ def loader(places: Sequence[int] = range(N)) -> DataLoader:
     return DataLoader(Subset(Texts(N), places), batch_size=2)
 
 
-def test_it_takes_over_what_the_held_out_examples_choose(la):
+@pytest.mark.parametrize(
+    "start",
+    # Numbers to start from are multiplied as a whole. By default a head has its own.
+    [
+        {"init_prior_prec": torch.linspace(0.5, 2, 10).double()},
+        {"prior_structure": "scalar"},
+    ],
+)
+def test_it_takes_over_what_the_held_out_examples_choose(start):
+    la = fitted(modules_to_save=True)
     before = values(la.model)
     train = Training()
-    start = {"init_prior_prec": 2.0, "prior_structure": "layerwise"}
     history = la.optimize_prior_precision(
         method="second_training",
         train=train,
@@ -53,7 +61,8 @@ def test_it_takes_over_what_the_held_out_examples_choose(la):
     # Others than without a generator.
     assert division.places != examples.divided(la, 0.3, None).places
 
-    other = fitted(model=another_training(), batches=loader(train.seen.indices))
+    rest = loader(train.seen.indices)
+    other = fitted(model=another_training(), batches=rest, modules_to_save=True)
     # By the default link.
     expected = GridSearch(val_loader=loader(division.places), **start)(other)
     assert torch.equal(la.prior_precision.double(), other.prior_precision.double())
