@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from laplace_lora_cli import ModelArguments
 from laplace_lora_ext.commands import loading
-from laplace_lora_ext.commands.loading import load
+from laplace_lora_ext.commands.loading import Loaded, load
 from laplace_lora_ext.commands.texts import read_rows
 from laplace_lora_ext.saving import read_state, write_state
 from tests.support.commands import run
@@ -77,6 +78,10 @@ def test_a_head_of_another_number_of_classes_is_refused(options, refusal):
     assert "not one of 3 classes, plant, air, water: pass --class_names" in message
 
 
+def loaded_from(adapter: Path, **options: Any) -> Loaded:
+    return load(ModelArguments(adapter=str(adapter), **options))
+
+
 def copied(adapter: Path, folder: Path, **changes: object) -> Path:
     """Copy an adapter, and change what its configuration says."""
     shutil.copytree(adapter, folder)
@@ -116,7 +121,7 @@ def test_classes_have_the_names_of_their_numbers(classifier, tmp_path):
     # As "10" comes before "2" in a file whose keys were text.
     path.write_text(json.dumps(config | {"id2label": {"1": "air", "0": "plant"}}))
     adapter = copied(classifier, tmp_path / "sorted", base_model_name_or_path=str(base))
-    assert load(ModelArguments(adapter=adapter)).class_names == ["plant", "air"]
+    assert loaded_from(adapter).class_names == ["plant", "air"]
 
 
 def test_a_language_model_needs_answers(decoder, options, refusal):
@@ -125,8 +130,7 @@ def test_a_language_model_needs_answers(decoder, options, refusal):
 
 
 def test_a_text_that_is_cut_ends_where_its_answer_begins(decoder):
-    named = {"answers": ["A", "B"], "max_length": 2}
-    loaded = load(ModelArguments(adapter=str(decoder), **named))
+    loaded = loaded_from(decoder, answers=["A", "B"], max_length=2)
     (batch,) = loaded.batches(["red green rose"])
     assert loaded.tokenizer.decode(batch["input_ids"][0]) == "green rose"
 
@@ -164,8 +168,7 @@ def test_a_text_that_is_too_long_is_named_before_any_is_read(options, refusal):
     assert "Row 26 of" in message
     assert "has 65 tokens, and the model takes 64" in message
     run("calibrate", max_length=64, **options)
-    arguments = ModelArguments(adapter=options["adapter"], class_names=list(NAMES))
-    loaded = load(arguments)
+    loaded = loaded_from(options["adapter"])
     loaded.tokenizer.model_max_length = 63
     with pytest.raises(ValueError, match=r"Row 25 .* takes 63"):
         loaded.texts(options["train"])
@@ -186,7 +189,7 @@ def test_a_base_is_of_the_revision_that_was_trained(
         return whole(*args, **options)
 
     monkeypatch.setattr(loading, name, SimpleNamespace(from_pretrained=noted))
-    load(ModelArguments(adapter=str(adapter), class_names=list(NAMES)))
+    loaded_from(adapter)
     assert asked == ["older"]
 
 
@@ -194,22 +197,19 @@ def test_unknown_precisions_and_places_are_refused(options, refusal):
     assert "`dtype`" in refusal("calibrate", dtype="float17", **options)
     # Which is no matter of the head.
     with pytest.raises(RuntimeError, match="Vulkan"):
-        load(ModelArguments(adapter=options["adapter"], device_map="vulkan"))
+        loaded_from(options["adapter"], device_map="vulkan")
 
 
 # Of the base all linear layers are in four bits, and heads are not: six in each of two
 # layers of BERT and its pooler, seven in each of two layers of Llama.
 @pytest.mark.parametrize(
     ("kind", "named", "n_linear"),
-    [
-        ("classifier", {"class_names": list(NAMES)}, 2 * 6 + 1),
-        ("decoder", {"answers": ["A", "B"]}, 2 * 7),
-    ],
+    [("classifier", {}, 2 * 6 + 1), ("decoder", {"answers": ["A", "B"]}, 2 * 7)],
 )
 def test_bases_in_four_bits(kind, named, n_linear, request):
     bitsandbytes = pytest.importorskip("bitsandbytes")
-    adapter = str(request.getfixturevalue(kind))
-    model = load(ModelArguments(adapter=adapter, load_in_4bit=True, **named)).model
+    adapter = request.getfixturevalue(kind)
+    model = loaded_from(adapter, load_in_4bit=True, **named).model
     in_four_bits = [
         name
         for name, module in model.named_modules()
@@ -231,7 +231,7 @@ def test_a_tokenizer_of_the_base_may_have_more_tokens_and_none_for_padding(
     more = ("[UNK]", *WORDS, "one", "two", "three")
     words = tokenizer(more, pad_token=None, eos_token="three")
     words.save_pretrained(tmp_path / "base")
-    loaded = load(ModelArguments(adapter=str(adapter), class_names=list(NAMES)))
+    loaded = loaded_from(adapter)
     assert loaded.tokenizer.pad_token == "three"
     assert len(loaded.model.get_input_embeddings().weight) == len(more)
 
@@ -246,7 +246,7 @@ def test_a_text_is_read_before_its_padding_whatever_the_base_pads_with(tmp_path)
         target_modules=["q_proj", "v_proj"],
     )
     tokenizer(padding_side="right").save_pretrained(adapter)
-    loaded = load(ModelArguments(adapter=str(adapter), class_names=list(NAMES)))
+    loaded = loaded_from(adapter)
     (batch,) = loaded.batches(["red", "red green blue sky"])
     (alone,) = loaded.batches(["red"])
     with torch.no_grad():
@@ -258,11 +258,8 @@ def test_a_text_is_read_before_its_padding_whatever_the_base_pads_with(tmp_path)
 @pytest.mark.parametrize(
     ("dtype", "expected"), [("auto", torch.float32), ("bfloat16", torch.bfloat16)]
 )
-def test_precision_and_places_go_to_the_base(dtype, expected, classifier):
-    arguments = ModelArguments(
-        adapter=str(classifier), class_names=list(NAMES), dtype=dtype, device_map="cpu"
-    )
-    base = load(arguments).model.get_base_model()
+def test_precision_goes_to_the_base(dtype, expected, classifier):
+    base = loaded_from(classifier, dtype=dtype).model.get_base_model()
     embeddings = base.bert.embeddings.word_embeddings.weight
     assert embeddings.dtype == expected
     assert len(embeddings) == SMALL["vocab_size"]

@@ -26,8 +26,7 @@ def outcomes_of(posterior: Tensor, spread: float, **options: float) -> Outcomes:
 
     Draws spread so far around that.
     """
-    of_label = torch.full((40,), 0.95)
-    of_label[:8] = 0.05
+    of_label = torch.tensor(8 * [0.05] + 32 * [0.95])
     labels = torch.zeros(40, dtype=torch.long)
     p = torch.stack([posterior, 1 - posterior], dim=1)
     drawn = torch.stack([p + spread, p - spread]).clamp(0.01, 0.99)
@@ -36,8 +35,8 @@ def outcomes_of(posterior: Tensor, spread: float, **options: float) -> Outcomes:
     return Outcomes(trained, prediction, labels, **options)
 
 
-MODEST = torch.full((40,), 0.8).index_fill(0, torch.arange(8), 0.2)
-SEEING = torch.full((40,), 0.8).index_fill(0, torch.arange(8), 0.45)
+MODEST = torch.tensor(8 * [0.2] + 32 * [0.8])
+SEEING = torch.tensor(8 * [0.45] + 32 * [0.8])
 
 
 @pytest.mark.parametrize(

@@ -182,9 +182,6 @@ def test_a_queue_has_the_most_doubtful_first_and_says_what_is_proven(
     sureness = [float(row["probability"]) for row in rows]
     assert sureness == sorted(sureness)
     assert " or " in rows[0]["reason"]
-    texts = read_rows(calibrated.test)
-    for row in rows:
-        assert texts[int(row["id"]) - 1]["text"] == row["text"]
     # What chose the prior is read again, and proves the same.
     run("review --overwrite", capacity=30, test=calibrated.test, **options)
     assert proof in capsys.readouterr().out
@@ -198,7 +195,8 @@ def test_a_queue_has_the_most_doubtful_first_and_says_what_is_proven(
     run("review", capacity=30, **options | costs)
     printed = capsys.readouterr().out
     assert "promises a mean cost of 0.1" in printed
-    for row in read_rows(costs["output"]):
+    texts = read_rows(calibrated.test)
+    for row in [*rows, *read_rows(costs["output"])]:
         assert texts[int(row["id"]) - 1]["text"] == row["text"]
     assert "Nothing is proven of a mean cost" in printed
     run("review --overwrite", capacity=100, **options)

@@ -328,11 +328,9 @@ def test_a_search_keeps_no_statistics_of_examples_that_it_has_scored(la, monkeyp
         return statistics
 
     monkeypatch.setattr(gridsearch, "statistics_of_batch", watched)
-    found = GridSearch(val_loader=batches * 6, **PRIORS_ALONE)(la).objective
-    assert_close(found, expected, rtol=1e-6, atol=0)
-    given = la.predictive_statistics(batches * 6)
-    found = GridSearch(val_loader=given, **PRIORS_ALONE)(la).objective
-    assert_close(found, expected, rtol=1e-6, atol=0)
+    for data in (batches * 6, la.predictive_statistics(batches * 6)):
+        found = GridSearch(val_loader=data, **PRIORS_ALONE)(la).objective
+        assert_close(found, expected, rtol=1e-6, atol=0)
     assert len(n_alive) == 6 * len(batches)
     # What waits to be scored, and the batch that comes.
     assert max(n_alive) <= 3
