@@ -112,28 +112,6 @@ def test_decomposed_operations_equal_dense_ones(
             assert_tight(P.bmm(vectors, exponent), vectors @ expected)
 
 
-def test_a_square_form_takes_a_group_in_parts():
-    A, _, B, _, C = random_blocks([(2, 5)] * 5, rank=2, n_rows=6)
-    P = decompose([A, B, C]) + torch.tensor([1.0, 2.0, 3.0])
-    W = normal(1, 1, 30)
-    weights = W.unflatten(-1, (3, 2, 5)).movedim(2, 0)
-    parts = [P.inv_square_form_of(some, weights[some]) for some in ([2, 0], [1])]
-    assert_tight(sum(parts), P.inv_square_form(W))
-
-
-def test_gradient_in_the_prior_precision_is_that_of_finite_differences():
-    of_data = decompose(random_blocks([(2, 5), (3, 4)], rank=2, n_rows=6))
-    W = normal(1, 2, 2 * 5 + 3 * 4, seed=1)
-
-    def determinant_and_square_form(deltas: Tensor) -> tuple[Tensor, Tensor]:
-        P = of_data + deltas
-        return P.logdet(), P.inv_square_form(W)
-
-    # In float64, since finite differences of float32 are too rough to compare.
-    deltas = torch.tensor([0.3, 0.7]).double().requires_grad_()
-    assert torch.autograd.gradcheck(determinant_and_square_form, deltas)
-
-
 def test_nothing_cancels_at_a_tiny_prior_precision_in_float32():
     # The weights lie within the kept directions, where the curvature is 1e8 times the
     # prior.

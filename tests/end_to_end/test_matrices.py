@@ -25,7 +25,7 @@ from tests.support.matrices import (
     plain,
     roberta,
 )
-from tests.support.models import TwoLinear, base_model, head_of, pairs, ragged_batches
+from tests.support.models import TwoLinear, base_model, head_of, pairs
 from tests.support.posteriors import count_forward_passes, make, normal
 
 assert_exact = partial(assert_close, **EXACT)
@@ -220,16 +220,6 @@ def test_names_select_heads():
         ([], []),
     ):
         assert heads_of(make(model, modules_to_save=selection)) == expected
-
-
-def test_a_file_keeps_the_choice_of_heads(tmp_path):
-    model = roberta()
-    # One layer of the head's two.
-    la = make(model, modules_to_save=["classifier.out_proj"])
-    la.fit(ragged_batches())
-    la.save_pretrained(tmp_path)
-    loaded = laplace_lora_ext.from_pretrained(model, tmp_path)
-    assert heads_of(loaded) == heads_of(la) == OUT_PROJ
 
 
 def test_what_is_frozen_in_a_head_is_left_out_unless_all_is():

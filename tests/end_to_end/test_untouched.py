@@ -19,10 +19,6 @@ def search(la, X, loader):
     la.optimize_prior_precision(method="gridsearch", val_loader=loader, grid_size=3)
 
 
-def functions(la, X, loader):
-    la.functional_samples(X, pred_type="nn", n_samples=2)
-
-
 def test_what_draws_nothing_or_by_a_generator_leaves_the_random_state(la):
     batches = ragged_batches()
     before = torch.get_rng_state()
@@ -35,7 +31,7 @@ def test_what_draws_nothing_or_by_a_generator_leaves_the_random_state(la):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("use", [by_networks, functions, search])
+@pytest.mark.parametrize("use", [by_networks, search])
 def test_a_failing_prediction_leaves_everything(use):
     model = half_trained(plain_model(lora_dropout=0.5))
     la = make(model)

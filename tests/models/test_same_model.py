@@ -191,12 +191,6 @@ def test_a_merged_adapter_is_refused_where_no_number_that_is_looked_at_has_moved
         la(first_batch())
 
 
-def test_buffers_of_whole_numbers_are_compared():
-    count = Weight("torch.int64", [1], torch.ones(1).double())
-    assert count.equals(count)
-    assert not count.equals(count._replace(sample=2 * count.sample))
-
-
 def test_in_half_precision_the_least_change_is_one():
     la = fitted(model=lora_model("bert", torch.bfloat16))
     # By a unit or two in the last place.

@@ -64,17 +64,20 @@ def some_choices(draws: torch.Generator) -> list[list[int]]:
     return [draw(1, VOCABULARY, (length,)).tolist() for length in lengths]
 
 
-def batches_of_own_choices(side: str = "right") -> list[dict[str, Tensor]]:
-    """Make two batches of texts with three choices each, of 1 to 4 tokens."""
+def batches_of_own_choices(
+    side: str = "right", batch_size: int = 3
+) -> list[dict[str, Tensor]]:
+    """Make batches of five texts with three choices each, of 1 to 4 tokens."""
     texts = first_batch(lengths=(5, 2, 6, 3, 4), batch_size=5)
     prompts = prompts_of(texts)
     labels = texts["labels"]
     draws = generator(4)
     choices = [some_choices(draws) for _ in prompts]
-    # Batches of two sizes, so that nothing kept of the first fits the second.
+    # Of two sizes by default, so that nothing kept of the first fits the second.
+    parts = [slice(start, start + batch_size) for start in range(0, 5, batch_size)]
     return [
         choices_batch(prompts[rows], choices[rows], side) | {"labels": labels[rows]}
-        for rows in (slice(0, 3), slice(3, 5))
+        for rows in parts
     ]
 
 

@@ -210,7 +210,10 @@ OF_TARGETS = {
         {"class_token_ids": ANSWERS},
         of_answers(answers=ANSWERS),
     ),
-    "means of choices": replace(CHOICES, data=partial(batches_of_own_choices, "left")),
+    # Of one width, to which others are not padded.
+    "means of choices": replace(
+        CHOICES, data=partial(batches_of_own_choices, "left", 5)
+    ),
     "answers of T5": Task(
         partial(encoder_decoder, "t5"),
         partial(ragged_batches, n_classes=len(ANSWERS)),

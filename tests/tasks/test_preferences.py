@@ -3,10 +3,10 @@
 import pytest
 import torch
 from peft import PeftModel
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
-from tests.support.models import Batch, OfBatches, lora_model
+from tests.support.models import Batch, lora_model
 from tests.support.posteriors import generator, make
 from tests.support.tasks import preferences
 
@@ -21,16 +21,8 @@ def reward_model() -> PeftModel:
     return lora_model("bert", n_labels=1)
 
 
-class Wrapped(OfBatches):
-    """What a user writes for the host: it takes pairs apart by itself."""
-
-    def forward(self, batch: Batch) -> Tensor:
-        texts = {key: batch[key].flatten(0, -2) for key in TEXT_KEYS}
-        return super().forward(texts).reshape(len(batch["input_ids"]), -1)
-
-
-def fit(model: nn.Module, structure: str = "lowrank_kron"):
-    la = make(model, structure, "reward_modeling", prior_precision=0.5)
+def fit(model: nn.Module):
+    la = make(model, likelihood="reward_modeling", prior_precision=0.5)
     la.fit([PAIRS])
     return la
 
@@ -38,20 +30,15 @@ def fit(model: nn.Module, structure: str = "lowrank_kron"):
 # --- rewards --------------------------------------------------------------------------
 
 
-def test_a_classifier_is_treated_as_a_wrapper_that_takes_pairs():
+def test_a_text_has_one_of_its_pairs_rewards_and_samples_have_no_noise():
     model = reward_model()
-    plain, wrapped = fit(model, "kron"), fit(Wrapped(reward_model()), "kron")
-    assert_close(plain.loss, wrapped.loss)
-    assert_close(plain.log_marginal_likelihood(), wrapped.log_marginal_likelihood())
-    # Of one text, its reward; of a pair, which is preferred.
+    la = fit(model)
     first = {key: PAIRS[key][:, 0] for key in TEXT_KEYS}
-    mean, variance = plain(first)
-    assert_close((mean, variance), wrapped(first))
-    assert_close(plain(PAIRS, fitting=True), wrapped(PAIRS, fitting=True))
-    # Rewards have the model's mean, and samples have no noise.
+    mean, variance = la(first)
     assert_close(mean, model.eval()(**first).logits.detach())
-    assert variance.shape == (N_PAIRS, 1, 1)
-    samples = plain.predictive_samples(first, n_samples=4000, generator=generator())
+    # The contract suite proves those of pairs.
+    assert_close(variance, la.predictive_moments(PAIRS).f_var[:, :1, :1])
+    samples = la.predictive_samples(first, n_samples=4000, generator=generator())
     assert_close(samples.mean(0), mean, atol=0.2, rtol=0.1)
     # Of 4000 draws, a variance has a standard error of 2.2%.
     assert_close(samples.var(0), variance.squeeze(-1), atol=0, rtol=0.1)
