@@ -336,6 +336,7 @@ FAMILIES = {
             "classifier_proj_size": 6,
             "max_source_positions": 8,
             "max_target_positions": 16,
+            "decoder_start_token_id": 1,
         },
         "ForAudioClassification",
         examples=of_spectra,

@@ -98,6 +98,8 @@ DRAW = {"stochastic": True}
         (20, "classification", {"num_samples": 5}, 5),
         # The exact Fisher has a column a pass.
         (20, "classification", {"stochastic": False}, 19),
+        # Of a text each token has its own.
+        (2, "token_classification", {}, 2),
         # Numbers weigh alike.
         (19, "regression", {}, 19),
         (19, "regression", DRAW, 2),

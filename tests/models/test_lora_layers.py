@@ -82,7 +82,6 @@ def test_selection_speaks_pefts_words(bert):
 
 def test_a_selection_that_matches_nothing_is_refused_and_says_what_there_is(bert):
     for selection in (
-        {"target_modules": ["key"]},
         {"target_modules": ".*key"},
         {"layers_to_transform": 7},
         # The output layer is in no layer with a number.

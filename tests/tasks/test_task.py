@@ -126,11 +126,12 @@ def test_signs_average_the_exact_fisher_and_as_many_as_columns_are_exact(
     expected = target.fisher(FOUR_LOGITS)
     by_two = fishers_by_signs(likelihood, 2)
     assert_close(torch.stack(by_two).mean(0), expected, **EXACT)
+    seeds = TASKS[likelihood].sign_seeds(FOUR_LOGITS, 9, Draws(0, torch.arange(4)))
     if n_columns is None:
+        assert seeds.weights.shape == (9, 1)  # a pass serves all tokens of a text
         return
     for found in fishers_by_signs(likelihood, n_columns):
         assert_close(found, expected, **EXACT)
-    seeds = TASKS[likelihood].sign_seeds(FOUR_LOGITS, 9, Draws(0, torch.arange(4)))
     assert len(seeds.vectors) == n_columns
     one_less = fishers_by_signs(likelihood, n_columns - 1)
     assert not torch.allclose(one_less[0], expected)

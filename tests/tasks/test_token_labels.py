@@ -60,15 +60,6 @@ def test_pictures_of_labels_of_tokens_are_refused(la):
         plots.outcomes(la, batches())
 
 
-def test_signs_are_drawn_by_default_and_take_two_passes():
-    """A text costs its passes once for all of its tokens."""
-    la = fitted(**full_rank())
-    logits = torch.zeros(5, N_CLASSES)
-    seeds = la.backend.seeds(la.task, logits, torch.zeros(5).long())
-    assert seeds.vectors.shape == (2, 5, N_CLASSES)
-    assert seeds.weights.shape == (2, 1)
-
-
 def test_a_prediction_has_numbers_of_every_token_but_padding_at_one_width(la):
     first, second, _ = batches()
     mask = is_real(first)
@@ -116,20 +107,12 @@ def test_samples_are_of_every_token_but_padding(la, pred_type):
     assert_close(la.function(0, pred_type)(batch), f, **close)
 
 
-@pytest.fixture
-def long_text() -> Batch:
-    """Make a text of seven tokens, of which more than two are labelled."""
-    text = part_of(first_batch(), slice(1))
-    assert is_real(text).sum() == 7
-    assert (text["labels"] != IGNORED).sum() > 2
-    return text
-
-
 @pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
-def test_a_long_text_is_read_alike_by_a_few_tokens_at_a_time(
-    structure, long_text, monkeypatch
-):
+def test_a_long_text_is_read_alike_by_a_few_tokens_at_a_time(structure, monkeypatch):
     la = fitted(structure=structure)
+    long_text = part_of(first_batch(), slice(1))
+    # More than are read at once below.
+    assert (long_text["labels"] != IGNORED).sum() > 2
 
     def everything() -> list[Any]:
         """Predict in every way, and tell what is kept of labelled tokens."""
