@@ -110,11 +110,10 @@ def test_only_what_counts_is_read(eight_texts):
 # --- encoder-decoders -----------------------------------------------------------------
 
 
-def test_an_encoder_decoder_writes_its_answers(eight_texts):
+def test_an_encoder_decoder_reads_the_text_of_choices_once(eight_texts):
     writer = encoder_decoder("t5")
     # The contract suite proves them.
     of_answers = LogitsModel(writer, ANSWERS)(eight_texts)
-    # Of choices it reads the text once.
     start = writer.config.decoder_start_token_id
     of_decoder = choices_batch(prompts=[[start]] * 8, choices=[ANSWERS] * 8)
     choices = eight_texts | {
