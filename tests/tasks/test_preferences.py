@@ -3,10 +3,10 @@
 import pytest
 import torch
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 
-from tests.support.models import Batch, lora_model
+from tests.support.models import Batch, OfBatches, lora_model
 from tests.support.posteriors import generator, make
 from tests.support.tasks import preferences
 
@@ -28,6 +28,23 @@ def fit(model: nn.Module):
 
 
 # --- rewards --------------------------------------------------------------------------
+
+
+class OfPairs(OfBatches):
+    """A classifier of pairs: its logits are the rewards of both texts."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        texts = {key: batch[key].flatten(0, 1) for key in TEXT_KEYS}
+        return super().forward(texts).reshape(len(batch["input_ids"]), 2)
+
+
+def test_the_hosts_kron_is_that_of_a_classifier_of_pairs():
+    of_rewards = make(reward_model(), "kron", "reward_modeling")
+    of_pairs = make(OfPairs(reward_model()), "kron")
+    for la in (of_rewards, of_pairs):
+        la.fit([PAIRS])
+    assert_close(of_rewards.loss, of_pairs.loss)
+    assert_close(of_rewards.H.to_matrix(), of_pairs.H.to_matrix())
 
 
 def test_a_text_has_one_of_its_pairs_rewards_and_samples_have_no_noise():
