@@ -4,10 +4,8 @@ vLLM's need an environment of its own.
 """
 
 import gc
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -188,8 +186,8 @@ TARGETS = ["q_proj", "v_proj"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A folder in which the guide's two commands have run."""
+def here(tmp_path_factory) -> Iterator[None]:
+    """Works in a folder in which the guide's two commands have run."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("serving")
     config = LlamaConfig(**SMALL, pad_token_id=0)
@@ -202,24 +200,14 @@ def folder(tmp_path_factory) -> Path:
     adapter.rename(folder / "out")
     write_rows(folder / "train.csv", 24)
     write_rows(folder / "held_out.csv", 40, n_wrong=6)
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
         for line in (DOCS / SERVING).read_text("utf-8").splitlines():
             _, command, given = line.partition("    laplace-lora ")
             if command:
                 names = ["--class_names", *NAMES] if "calibrate" in given else []
                 main([*given.split(), *names])
-    finally:
-        os.chdir(before)
-    return folder
-
-
-@pytest.fixture
-def here(folder, monkeypatch) -> Path:
-    """That folder, as the present one."""
-    monkeypatch.chdir(folder)
-    return folder
+        yield
 
 
 def by_peft(folder: str, texts: list[str]) -> torch.Tensor:

@@ -40,9 +40,9 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def outcomes(name: str, structure: str, batch_size: int) -> dict[str, Any]:
+def outcomes(name: str, structure: str) -> dict[str, Any]:
     """Fit a task, choose the prior by each method, and predict."""
-    loader = dealt(examples_of(name), batch_size)
+    loader = dealt(examples_of(name))
     settings = full_rank(structure) | dict(TASKS[name].keywords)
     la = make(TASKS[name].model(), structure, **settings)
     la.fit(loader)
@@ -74,19 +74,19 @@ def outcomes(name: str, structure: str, batch_size: int) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("name", "structure", "batch_size"),
+    ("name", "structure"),
     [
-        ("classes", "lowrank_kron", 2),
-        ("numbers", "full", 2),
-        ("several labels", "diag", 2),
-        ("answers", "kron", 2),
-        ("tokens", "lowrank_kron", 2),
-        ("rewards", "lowrank_kron", 2),
+        ("classes", "lowrank_kron"),
+        ("numbers", "full"),
+        ("several labels", "diag"),
+        ("answers", "kron"),
+        ("tokens", "lowrank_kron"),
+        ("rewards", "lowrank_kron"),
     ],
 )
-def test_everything_is_as_by_one_process(name, structure, batch_size):
+def test_everything_is_as_by_one_process(name, structure):
     def job(_=0):
-        return outcomes(name, structure, batch_size)
+        return outcomes(name, structure)
 
     found = on_ranks(job, 2)
     # Statistics are in float32, and sums are in another order.
