@@ -36,15 +36,6 @@ def test_log_prob_is_that_of_the_gaussian(la):
     assert_close(la.log_prob(value, normalized=False), expected)
 
 
-def test_a_prior_may_be_changed_in_place(batch, la):
-    la.prior_precision = 100.0
-    found = la(batch)
-    la.prior_precision = 1e12  # without variance
-    assert not la.predictive_moments(batch).f_var.any()
-    la.prior_precision.fill_(100.0)
-    assert torch.equal(found, la(batch))
-
-
 @pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
 @pytest.mark.parametrize("name", ["prior_precision", "sigma_noise"])
 def test_numbers_changed_in_place_are_read_anew(structure, name):

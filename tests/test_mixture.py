@@ -14,19 +14,18 @@ from laplace_lora_ext import GridSearch, LaplaceMixture
 from laplace_lora_ext.predictive.links import shared_noise, softmax_samples
 from tests.support.cases import Gaussian, Softmax
 from tests.support.models import lora_model
-from tests.support.posteriors import fitted, generator, make, plain_regression
+from tests.support.posteriors import (
+    PRIORS_ALONE,
+    fitted,
+    generator,
+    make,
+    plain_regression,
+)
 from tests.support.ranks import Texts
 from tests.support.tasks import TASKS, add_second, two
 from tests.support.texts import fitted_text, text_batches
 
 MEAN_FIELD = {"link_approx": "mean_field"}
-# Factors of the members' priors.
-GRID = {
-    "log_prior_prec_min": -1,
-    "log_prior_prec_max": 1,
-    "grid_size": 3,
-    "optimize_scale": False,
-}
 
 
 # --- predictions ----------------------------------------------------------------------
@@ -110,7 +109,7 @@ def test_a_factor_of_the_members_priors_is_chosen_for_the_mixture(kind):
     both = two(kind)
     target = copy(TASKS[kind].dense.get("target", Softmax()))
     # A mixture keeps the noise of its members, and is asked for a scale of no others.
-    grid = GRID | {"optimize_scale": kind == "numbers"}
+    grid = PRIORS_ALONE | {"optimize_scale": kind == "numbers"}
     if kind == "classes":
         both.first.logit_scale = 1.5
     if kind == "numbers":
@@ -122,7 +121,7 @@ def test_a_factor_of_the_members_priors_is_chosen_for_the_mixture(kind):
         method = GridSearch(val_loader=given, **MEAN_FIELD, **grid)
         assert_close(method(mixture).objective, history.objective)
     losses = []
-    for factor in (0.1, 1, 10):
+    for factor in torch.logspace(-2, 2, 7).tolist():
         both.first.prior_precision = 2.0 * factor
         both.second.prior_precision = 0.5 * factor
         losses.append(loss_by_hand(both, target))
@@ -206,6 +205,8 @@ def test_it_is_loaded_beside_an_adapter_and_a_damaged_one_leaves_none(tmp_path):
     assert repr(loaded) == repr(mixture)
     for options in ({}, {"pred_type": "amortized"}):
         assert_close(loaded(both.batch, **options), mixture(both.batch, **options))
+    for found, expected in zip(loaded.members, mixture.members, strict=True):
+        assert found.learnt_variance.r_squared == expected.learnt_variance.r_squared
     assert model.active_adapter == "default"
     model.delete_adapter("second")
     assert trainable() == before

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from laplace_lora_ext import Agreement, GridSearch
 from laplace_lora_ext.curvature import accumulation, kron
 from laplace_lora_ext.curvature.kron import KroneckerBlock, StreamingUpdates
 from laplace_lora_ext.passes import graph, recorder
@@ -66,14 +67,6 @@ def test_a_backward_pass_a_contrast_or_a_class():
     assert n_passes(la, la.predictive_moments, BATCH) == 5
 
 
-def search(la, data) -> None:
-    la.optimize_prior_precision(method="gridsearch", val_loader=data, grid_size=2)
-
-
-def agree(la, data) -> None:
-    la.optimize_prior_precision(method="agreement", train_loader=data)
-
-
 def test_many_classes_take_a_backward_pass_for_eight_contrasts_at_most(of_forty):
     la = of_forty
     by_default = [
@@ -82,8 +75,8 @@ def test_many_classes_take_a_backward_pass_for_eight_contrasts_at_most(of_forty)
         n_passes(la, la.predict, BATCH),
         n_passes(la, la.predict_proba, BATCH),
         n_passes(la, la.predictive_statistics, [BATCH]),
-        n_passes(la, search, la, [BATCH]),
-        n_passes(la, agree, la, [BATCH]),
+        n_passes(la, GridSearch(val_loader=[BATCH], grid_size=2), la),
+        n_passes(la, Agreement(train_loader=[BATCH]), la),
     ]
     # Each at least one, so that passes were counted at all.
     assert min(by_default) >= 1
@@ -93,7 +86,7 @@ def test_many_classes_take_a_backward_pass_for_eight_contrasts_at_most(of_forty)
 def test_a_search_by_statistics_takes_no_pass_and_makes_no_matrix_of_classes(of_forty):
     statistics = of_forty.predictive_statistics([BATCH])
     with NewTensors() as made:
-        search(of_forty, statistics)
+        GridSearch(val_loader=statistics, grid_size=2)(of_forty)
     assert not made.vectors
     ends = {tuple(shape[-2:]) for shape in made.shapes}
     assert (40, 40) not in ends

@@ -76,12 +76,6 @@ def test_labels_that_are_none_are_not_asked_for_by_predictions_alone(la, batch):
         la.model.split((batch["input_ids"], None))
 
 
-def test_what_is_not_tokenized_is_refused(bert):
-    for batch in ("a text", ["two", "texts"], {"input_ids": [[1, 2]]}):
-        with pytest.raises(TypeError, match="pass tokenizer"):
-            LogitsModel(bert)(batch)
-
-
 # --- texts that a model would read in another way -------------------------------------
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_lora_ext import from_pretrained
 from laplace_lora_ext.models.swapping import swapping
 from laplace_lora_ext.predictive.amortization import (
     amortized_moments,
@@ -91,24 +90,22 @@ def test_a_prediction_is_one_forward_pass(amortized, batch, monkeypatch):
 # --- many outputs ---------------------------------------------------------------------
 
 
-def test_changes_of_logits_are_those_of_the_linearised_model(la, batch):
+# Found are central differences: rounding and curvature leave an error. Under autocast
+# 0.26 is measured, and 7.2 with the steps of float32.
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "bound"),
+    [(torch.float64, False, 1e-6), (torch.float32, True, 0.5)],
+)
+def test_changes_of_logits_are_those_of_the_linearised_model(
+    batch, dtype, autocast, bound
+):
+    la = fitted(dtype=dtype)
     drawn = la.sample(4, generator())
-    found = changes_of_logits(la, batch, drawn)
     linearised = drawn_functions(la, drawn, "glm", batch)
     expected = linearised - la.predictive_moments(batch).f_mu
-    # Found are central differences: rounding and curvature leave an error.
-    assert_close(found, expected, rtol=1e-6, atol=1e-7)
-
-
-def test_changes_of_logits_bear_the_rounding_of_autocast(batch):
-    la = fitted(model=lora_model("bert").float())
-    drawn = la.sample(4, generator())
-    linearised = drawn_functions(la, drawn, "glm", batch)
-    expected = linearised - la.predictive_moments(batch).f_mu
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, autocast):
         found = changes_of_logits(la, batch, drawn)
-    # 0.26 is measured, and 7.2 with the steps of float32.
-    assert (found - expected).norm() < expected.norm() / 2
+    assert (found - expected).norm() < bound * expected.norm()
 
 
 class Exponential(nn.Module):
@@ -275,14 +272,9 @@ def test_what_is_refused_leaves_the_model_and_what_was_learnt():
 # --- files ----------------------------------------------------------------------------
 
 
-def test_it_is_saved_with_the_posterior(amortized, batch, tmp_path):
-    amortized.save_pretrained(tmp_path)
-    loaded = from_pretrained(lora_model("bert"), tmp_path)
-    assert_close(loaded(batch, **AMORTIZED), amortized(batch, **AMORTIZED))
-    r_squared = amortized.learnt_variance.r_squared
-    assert loaded.learnt_variance.r_squared == r_squared
-    # A state without learnt variances removes them.
+# Tests of mixtures save some, and read them again.
+def test_a_state_without_learnt_variances_removes_them(amortized):
     state = fitted().state_dict()
     assert state["learnt_variance"] is None
-    loaded.load_state_dict(state)
-    assert loaded.learnt_variance is None
+    amortized.load_state_dict(state)
+    assert amortized.learnt_variance is None

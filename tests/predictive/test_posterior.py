@@ -72,8 +72,8 @@ def test_without_variance_a_prediction_is_one_forward_pass(la, link, batch):
     for covariance, shape in [(moments.f_var, (3, 3, 3)), (of_all, (9, 9))]:
         assert covariance.shape == shape
         assert not covariance.any()
-    # A broader prior's variance is back at once.
-    la.prior_precision = 1.0
+    # A broader prior's variance is back at once, also where it is changed in place.
+    la.prior_precision.fill_(1.0)
     assert la.predictive_moments(batch).f_var.any()
     la.prior_precision = 1e12
     la.blocks[0].weight.data += 1
