@@ -26,7 +26,7 @@ def in_this_process(monkeypatch):
 @pytest.fixture(scope="session")
 def encoder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("encoder")
-    return save_tiny("RobertaForSequenceClassification", "right", folder)
+    return save_tiny("RobertaModel", "right", folder)
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +68,7 @@ def travel(encoder, tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.models.encoder_folder", lambda: encoder)
     write_intents({"travel": "abcde"}, 12, tmp_path)
     return (
-        "--quiet --steps 60 --learning-rate 0.03 --checkpoints 1 --classes 3 1 "
+        "--quiet --steps 60 --learning-rate 0.03 --checkpoints 1 "
         f"--test-examples 60 --data {tmp_path} --cache {tmp_path}/cache"
     )
 

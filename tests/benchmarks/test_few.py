@@ -8,8 +8,8 @@ from tests.benchmarks.support import run
 
 
 def test_few_texts_choose_for_all_others(travel, tmp_path):
-    command = "few --task travel --held 1 4 11 --draws 4 --train-examples 20"
-    figures = run(f"{command} {travel}", tmp_path / "results")
+    command = f"few --task travel --classes 3 1 {travel} --train-examples 20"
+    figures = run(f"{command} --held 1 4 11 --draws 4", tmp_path / "results")
     assert figures["task"]["classes"] == ["d", "b"]
     rows = figures["rows"]
     assert [row["held_out"] for row in rows] == [2, 8, 22]

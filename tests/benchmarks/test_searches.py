@@ -9,9 +9,9 @@ from tests.benchmarks.support import rows_with, run
 
 def test_each_search_chooses_by_the_same_texts_for_the_same_others(travel, tmp_path):
     few = {"as it is": SEARCHES["as it is"], "no variance": {"LEAST_GAIN": -1e9}}
-    command = f"searches --tasks travel --texts 4 --held 2 --draws 2 {travel}"
+    command = f"searches --tasks travel --classes 3 1 {travel} --texts 4 --held 2"
     with patch.dict(SEARCHES, few, clear=True):
-        figures = run(command, tmp_path / "results")
+        figures = run(f"{command} --draws 2", tmp_path / "results")
     rows = figures["rows"]
     assert len(rows) == 4
     of_ours, of_other = (rows_with(rows, search=search) for search in few)

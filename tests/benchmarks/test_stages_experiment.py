@@ -119,7 +119,7 @@ def test_stages_alone_have_a_temperature_with_the_penalty_and_other_posteriors(
     grammar, tmp_path
 ):
     # Until the model is surer than right.
-    grammar += " --steps 120 --learning-rate 0.03"
+    grammar += " --steps 120 --learning-rate 0.05"
     command = "stages --members 1 --no-ordinary --no-students --smoothing"
     command += f" --posteriors lowrank_kron head {grammar}"
     figures = run(command, tmp_path / "results")

@@ -50,10 +50,6 @@ class Pretended(Tensor):
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
 
-    def numpy(self, **_: Any) -> Any:
-        # As on CUDA: code that forgets `.cpu()` is to fail.
-        raise TypeError(f"NumPy has no numbers of {self.device}: call .cpu() first.")
-
     @classmethod
     def __torch_dispatch__(
         cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None
