@@ -160,5 +160,7 @@ def test_a_mask_of_pairs_of_tokens_does_not_count_as_a_row_for_each_query():
     of_pairs = features | {"attention_mask": torch.ones(2, 1, 5, 5)}
     found = positions(of_pairs, 2)
     assert (found.n_rows, found.n_tokens) == (2, None)
+    # It is kept, for what it can't be applied to is refused.
+    assert found.mask is not None
     of_tokens = features | {"attention_mask": torch.ones(2, 5)}
     assert positions(of_tokens, 2).n_tokens == 10

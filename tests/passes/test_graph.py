@@ -267,23 +267,12 @@ def joined(m: Two, batch: Batch) -> Tensor:
     return m.second((hidden(m, x) * mask[:, ::2]).sum(1))
 
 
-def of_features() -> Batch:
-    X, y = sequences(3, 4)
-    return {"x": X, "attention_mask": torch.arange(4)[None] > 0, "labels": y}
-
-
-def features_alone(m: Two, batch: Batch) -> Tensor:
-    return m.second(hidden(m, batch["x"]).mean(1))
-
-
 @pytest.mark.parametrize(
     ("run", "batches", "message"),
     [
         # A mask of other positions.
         (joined, ragged_batches(padded_to=8), r"first\S+: the layer sees 4 .*use k"),
         (contrast, [sequences(4, 3)], r'rows of others: use kfac_approx="gradient"'),
-        # Beside features, it counts no padding as positions.
-        (features_alone, [of_features()], "use kfac_approx"),
     ],
 )
 def test_rows_that_no_mask_can_sort_are_refused(run, batches, message):
