@@ -4,6 +4,7 @@ import io
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from transformers import (
 )
 
 from laplace_lora_cli import USAGE
-from tests.support.commands import Calibrated, run
+from tests.support.commands import run
 from tests.support.saved_adapters import NAMES, SMALL, save_adapter, write_rows
 
 
@@ -45,7 +46,8 @@ def decoder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session", params=["classifier", "decoder"])
-def calibrated(request, tmp_path_factory) -> Calibrated:
+def calibrated(request, tmp_path_factory) -> SimpleNamespace:
+    """An adapter with a posterior, and labelled texts."""
     folder = tmp_path_factory.mktemp("calibrated")
     adapter = request.getfixturevalue(request.param)
     names, named = NAMES, {"class_names": NAMES}
@@ -66,7 +68,16 @@ def calibrated(request, tmp_path_factory) -> Calibrated:
             output=folder / "posterior",
             **named,
         )
-    return Calibrated(options, names, named, train, test, printed.getvalue())
+    return SimpleNamespace(
+        # Of commands that read the posterior: nothing of what it was fitted with.
+        options=options,
+        names=names,
+        # The option that names them, as `calibrate` was told.
+        named=named,
+        train=train,
+        test=test,
+        printed=printed.getvalue(),
+    )
 
 
 @pytest.fixture

@@ -238,71 +238,45 @@ PRECISIONS = {
 
 # --- quantized linear layers, each skipped where its package is missing ---------------
 
-Quantize = Callable[[nn.Linear, torch.dtype], nn.Module]
-
 # Of the largest number; up to 4e-7 and 1.1e-3 were measured.
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 3e-3}
 
 
-def bitsandbytes(bits: int) -> Quantize:
-    bnb = pytest.importorskip("bitsandbytes")
-
-    def in_four_bits(layer: nn.Linear, dtype: torch.dtype) -> nn.Module:
-        new = bnb.nn.Linear4bit(
-            layer.in_features, layer.out_features, compute_dtype=dtype, quant_type="nf4"
-        )
-        new.weight = bnb.nn.Params4bit(layer.weight.data, quant_type="nf4", module=new)
-        return new
-
-    def in_eight_bits(layer: nn.Linear) -> nn.Module:
-        new = bnb.nn.Linear8bitLt(
-            layer.in_features,
-            layer.out_features,
-            has_fp16_weights=False,
-            # No column is left out as an outlier.
-            threshold=0.0,
-        )
-        new.weight = bnb.nn.Int8Params(
-            layer.weight.data, requires_grad=False, has_fp16_weights=False
-        )
-        return new
-
-    def quantize(layer: nn.Linear, dtype: torch.dtype) -> nn.Module:
-        new = in_four_bits(layer, dtype) if bits == 4 else in_eight_bits(layer)
-        new.bias = layer.bias
-        # The move is what quantizes it.
-        return new.to("cpu")
-
-    return quantize
+def bitsandbytes(layer: nn.Linear, dtype: torch.dtype, bits: int) -> nn.Module:
+    bnb = pytest.importorskip("bitsandbytes").nn
+    sizes = layer.in_features, layer.out_features
+    weight = layer.weight.data
+    if bits == 4:
+        new = bnb.Linear4bit(*sizes, compute_dtype=dtype, quant_type="nf4")
+        new.weight = bnb.Params4bit(weight, quant_type="nf4", module=new)
+    else:
+        # No column is left out as an outlier.
+        new = bnb.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=0.0)
+        new.weight = bnb.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+    new.bias = layer.bias
+    # The move is what quantizes it.
+    return new.to("cpu")
 
 
-def torchao() -> Quantize:
+def torchao(layer: nn.Linear, _: torch.dtype) -> nn.Module:
     quantization = pytest.importorskip("torchao.quantization")
-
-    def quantize(layer: nn.Linear, dtype: torch.dtype) -> nn.Module:
-        # It replaces layers within a module, and not the module itself.
-        new = nn.Sequential(copy.deepcopy(layer))
-        quantization.quantize_(new, quantization.Int8WeightOnlyConfig())
-        return new[0]
-
-    return quantize
+    # It replaces layers within a module, and not the module itself.
+    new = nn.Sequential(copy.deepcopy(layer))
+    quantization.quantize_(new, quantization.Int8WeightOnlyConfig())
+    return new[0]
 
 
-def quanto() -> Quantize:
+def quanto(layer: nn.Linear, _: torch.dtype) -> nn.Module:
     package = pytest.importorskip("optimum.quanto")
-
-    def quantize(layer: nn.Linear, dtype: torch.dtype) -> nn.Module:
-        new = package.QLinear.from_module(layer, weights=package.qint8)
-        # Until then its weight is quantized anew at each pass.
-        new.freeze()
-        return new
-
-    return quantize
+    new = package.QLinear.from_module(layer, weights=package.qint8)
+    # Until then its weight is quantized anew at each pass.
+    new.freeze()
+    return new
 
 
 QUANTIZERS = {
-    "bitsandbytes nf4": partial(bitsandbytes, 4),
-    "bitsandbytes int8": partial(bitsandbytes, 8),
+    "bitsandbytes nf4": partial(bitsandbytes, bits=4),
+    "bitsandbytes int8": partial(bitsandbytes, bits=8),
     "torchao int8": torchao,
     "quanto int8": quanto,
 }

@@ -256,7 +256,7 @@ def test_each_precision(name: str):
 def quantized(name: str, dtype: torch.dtype) -> Case:
     """Make an encoder with LoRA beside quantized layers."""
     torch.manual_seed(0)
-    quantize = QUANTIZERS[name]()
+    quantize = QUANTIZERS[name]
     base = base_model("bert", hidden_size=64).to(dtype)
     for layer in base.bert.encoder.layer:
         attention = layer.attention.self

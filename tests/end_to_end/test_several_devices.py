@@ -194,6 +194,5 @@ def of_answers(model: nn.Module) -> Outcomes:
 def test_language_models_are_as_on_one_device(of_model):
     devices, found = on_accelerators(lambda: of_model(dispatched()))
     assert_close(found, of_model(lora_model("gpt2")), **EXACT)
-    if of_model is of_texts:
-        # Where batches go in, though the logits are made elsewhere.
-        assert devices == {CPU}
+    # Where batches go in, though the logits are made elsewhere.
+    assert devices == {CPU}

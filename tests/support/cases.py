@@ -43,19 +43,6 @@ LINKS = ["probit", "mean_field"]
 """Those that are formulas of the logits' moments."""
 
 
-def link_of(f_mu: Tensor, f_var: Tensor, link: str) -> Tensor:
-    """Compute probabilities of moments `(..., C)` and `(..., C, C)` as MacKay does."""
-    variances = f_var.diagonal(dim1=-2, dim2=-1)
-    if link == "probit":
-        return (f_mu / (1 + math.pi / 8 * variances).sqrt()).softmax(-1)
-    # Each difference of two logits is shrunk by its own variance.
-    of_differences = variances[..., :, None] + variances[..., None, :] - 2 * f_var
-    differences = f_mu[..., :, None] - f_mu[..., None, :]
-    shrunk = differences / (1 + math.pi / 8 * of_differences).sqrt()
-    p = 1 / shrunk.neg().exp().sum(-1)
-    return p / p.sum(-1, keepdim=True)
-
-
 class Softmax:
     """One class for each row of logits `(N, C)`."""
 
@@ -71,8 +58,19 @@ class Softmax:
         return -loss
 
     def predictive(self, f_mu: Tensor, f_var: Tensor, link: str) -> tuple[Tensor, ...]:
-        """Predict what targets are distributed by."""
-        return (link_of(f_mu, f_var, link),)
+        """Predict what targets are distributed by, of moments as MacKay does.
+
+        They are `(..., C)` and `(..., C, C)`.
+        """
+        variances = f_var.diagonal(dim1=-2, dim2=-1)
+        if link == "probit":
+            return ((f_mu / (1 + math.pi / 8 * variances).sqrt()).softmax(-1),)
+        # Each difference of two logits is shrunk by its own variance.
+        of_differences = variances[..., :, None] + variances[..., None, :] - 2 * f_var
+        differences = f_mu[..., :, None] - f_mu[..., None, :]
+        shrunk = differences / (1 + math.pi / 8 * of_differences).sqrt()
+        p = 1 / shrunk.neg().exp().sum(-1)
+        return (p / p.sum(-1, keepdim=True),)
 
     def mixed(self, members: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Predict by the mean of several distributions."""
@@ -374,9 +372,9 @@ def assert_exact(la: Any, pairs: list[Any]) -> None:
         if id(each) in of_posterior
     ]
 
-    def split(pair: Any) -> list[Any]:
-        return [pair[0]]
-
-    fit = dense(Case(model, pairs, split=split, logits_of=batch_logits, names=names))
+    case = Case(
+        model, pairs, split=lambda pair: [pair[0]], logits_of=batch_logits, names=names
+    )
+    fit = dense(case)
     _, structure = la._key
     assert_dense(la, fit, fit.curvature(structure))

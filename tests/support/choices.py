@@ -56,14 +56,6 @@ def of_prompts(
     return made
 
 
-def some_choices(draws: torch.Generator) -> list[list[int]]:
-    """Draw three choices of 1 to 4 tokens."""
-    draw = partial(torch.randint, generator=draws)
-    lengths = draw(1, 5, (3,)).tolist()
-    # Token 0 is padding.
-    return [draw(1, VOCABULARY, (length,)).tolist() for length in lengths]
-
-
 def batches_of_own_choices(
     side: str = "right", batch_size: int = 3
 ) -> list[dict[str, Tensor]]:
@@ -71,8 +63,12 @@ def batches_of_own_choices(
     texts = first_batch(lengths=(5, 2, 6, 3, 4), batch_size=5)
     prompts = prompts_of(texts)
     labels = texts["labels"]
-    draws = generator(4)
-    choices = [some_choices(draws) for _ in prompts]
+    draw = partial(torch.randint, generator=generator(4))
+    choices = []
+    for _ in prompts:
+        lengths = draw(1, 5, (3,)).tolist()
+        # Token 0 is padding.
+        choices.append([draw(1, VOCABULARY, (length,)).tolist() for length in lengths])
     # Of two sizes by default, so that nothing kept of the first fits the second.
     parts = [slice(start, start + batch_size) for start in range(0, 5, batch_size)]
     return [

@@ -72,11 +72,8 @@ def of_multiple_choice() -> Case:
     )
     model = with_lora(base, "query", "value").eval()
     (texts,) = ragged_batches((7, 4, 5, 7, 3, 6) * 2, batch_size=12)
-    columns = {
-        "input_ids": texts["input_ids"].unflatten(0, (4, 3)),
-        "attention_mask": texts["attention_mask"].unflatten(0, (4, 3)),
-        "labels": texts["labels"][:4],
-    }
+    columns = {key: column.unflatten(0, (4, 3)) for key, column in texts.items()}
+    columns["labels"] = columns["labels"][:, 0]
     batches = [part_of(columns, rows) for rows in (slice(3), slice(3, 4))]
     return Case(model, batches)
 

@@ -29,7 +29,6 @@ HOSTS_STRUCTURES = ["kron", "diag", "full"]
 STRUCTURES = ["lowrank_kron", *HOSTS_STRUCTURES]
 # Where what is tested does not look into the curvature.
 OURS_AND_A_HOSTS = ["lowrank_kron", "kron"]
-KFAC_APPROX = ["gradient", "expand"]
 # So few that each can be computed by hand.
 GRID = {"log_prior_prec_min": -2, "log_prior_prec_max": 2, "grid_size": 7}
 PRIORS_ALONE = GRID | {"optimize_scale": False}

@@ -34,7 +34,12 @@ class Snapshot:
             "config": model.config.to_dict() if hasattr(model, "config") else None,
             "training": {name: each.training for name, each in modules.items()},
             "attributes": {name: set(vars(each)) for name, each in modules.items()},
-            "hooks": {name: _hooks_of(each) for name, each in modules.items()},
+            # A kind of which none was ever registered may be None.
+            "hooks": {
+                (name, kind): dict(getattr(each, kind) or {})
+                for name, each in modules.items()
+                for kind in HOOKS
+            },
             "flags": {name: p.requires_grad for name, p in self.parameters.items()},
         }
         self.random_state = torch.get_rng_state()
@@ -53,11 +58,6 @@ class Snapshot:
             assert torch.equal(now.values[name], value), name
         if random_state:
             assert torch.equal(now.random_state, self.random_state)
-
-
-def _hooks_of(module: nn.Module) -> dict[str, dict]:
-    # A kind of which none was ever registered may be None.
-    return {kind: dict(getattr(module, kind) or {}) for kind in HOOKS}
 
 
 def facts_of(la: Any, batch: Any) -> dict[str, Tensor]:

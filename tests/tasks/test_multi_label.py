@@ -67,7 +67,7 @@ def both():
 # --- as two classes -------------------------------------------------------------------
 
 
-def test_decisions_are_those_of_two_classes():
+def test_decisions_and_their_figures_are_those_of_two_classes():
     la, wrapped = both()
     texts = batches()
     as_classes = in_two_classes(texts)
@@ -83,12 +83,7 @@ def test_decisions_are_those_of_two_classes():
     assert_close(as_examples, list(expected), **SAME)
     is_yes = p > 0.5
     assert torch.equal(found.labels, is_yes.long())
-
-
-def test_figures_are_those_of_two_classes():
-    la, wrapped = both()
-    found = compare(la, batches())
-    expected = compare(wrapped, in_two_classes(batches()))
+    found, expected = compare(la, texts), compare(wrapped, as_classes)
     assert found.trained == pytest.approx(expected.trained, rel=1e-9)
     assert found.posterior == pytest.approx(expected.posterior, rel=1e-9)
 
