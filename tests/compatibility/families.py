@@ -79,18 +79,6 @@ SIDES = {
 _DECODER = {**_GROUPED, "layer_types": ["full_attention"] * 2}
 _IMAGE = {**_WIDTH, "image_size": 8, "patch_size": 4, "num_channels": 3}
 _ROTARY = {"rope_type": "default", "mrope_section": [1, 1, 0]}
-_QWEN_VISION = {
-    "depth": 2,
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_heads": 2,
-    "patch_size": 2,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 1,
-    "window_size": 8,
-    "out_hidden_size": 8,
-    "fullatt_block_indexes": [1],
-}
 
 
 @dataclass(frozen=True)
@@ -385,7 +373,18 @@ FAMILIES = {
                 "rope_scaling": _ROTARY,
                 "rope_parameters": _ROTARY,
             },
-            "vision_config": _QWEN_VISION,
+            "vision_config": {
+                "depth": 2,
+                "hidden_size": 8,
+                "intermediate_size": 12,
+                "num_heads": 2,
+                "patch_size": 2,
+                "spatial_merge_size": 2,
+                "temporal_patch_size": 1,
+                "window_size": 8,
+                "out_hidden_size": 8,
+                "fullatt_block_indexes": [1],
+            },
             "image_token_id": IMAGE_TOKEN,
             "vision_start_token_id": 5,
             "vision_end_token_id": 6,

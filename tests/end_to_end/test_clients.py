@@ -50,11 +50,10 @@ def polygraph(tmp_path_factory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("adapter")
     write_adapter(folder, "gpt2")
     writer = fitted_text(prior_precision=20.0)
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     given = {
         "writer": writer,
         "model": writer.model.transformer,
-        "tokenizer": tokenizer,
+        "tokenizer": AutoTokenizer.from_pretrained(folder, padding_side="left"),
         "prompts": PROMPTS,
         "answers": [""] * len(PROMPTS),
     }

@@ -62,8 +62,7 @@ def test_a_backward_pass_a_contrast_or_a_class():
     assert n_passes(la, la.predict_proba, BATCH) == 4
     # These read each logit by itself.
     assert n_passes(la, la, BATCH, link_approx="probit") == 5
-    diagonal = {"link_approx": "mc", "diagonal_output": True}
-    assert n_passes(la, la, BATCH, **diagonal) == 5
+    assert n_passes(la, la, BATCH, link_approx="mc", diagonal_output=True) == 5
     assert n_passes(la, la.predictive_moments, BATCH) == 5
 
 

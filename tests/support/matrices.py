@@ -28,11 +28,6 @@ from tests.support.snapshots import half_trained
 # --- rows of linear layers ------------------------------------------------------------
 
 
-def of_linear_layers() -> Case:
-    """Adapt linear layers of an encoder that is in the middle of a training."""
-    return Case(half_trained(lora_model("bert")), ragged_batches())
-
-
 def of_answers() -> Case:
     """Adapt a language model that answers after the last token."""
     return Case(
@@ -79,7 +74,10 @@ def of_multiple_choice() -> Case:
 
 
 LINEAR: dict[str, Callable[[], Case]] = {
-    "LoRA of an encoder": of_linear_layers,
+    # In the middle of a training.
+    "LoRA of an encoder": lambda: Case(
+        half_trained(lora_model("bert")), ragged_batches()
+    ),
     "LoRA of a decoder, padded left": of_answers,
     "prompts as strings": of_strings,
     "multiple choice": of_multiple_choice,
