@@ -882,7 +882,8 @@ class LoRALaplace(Posterior, Predictor):
             what differs, and nothing changes.
         """
         identity = self._identity
-        own, saved = ({**each, **each["settings"]} for each in (identity, state_dict))
+        own = {**identity, **identity["settings"]}
+        saved = {**state_dict, **state_dict["settings"]}
         for name in ("cls_name", "likelihood", *identity["settings"]):
             if saved.get(name) != own[name]:
                 raise ValueError(

@@ -194,11 +194,11 @@ class Predictor:
     ) -> Iterator[Moments]:
         """Compute each member's moments for a link; a batch may be given as moments."""
         check_name("pred_type", pred_type, ["glm", "amortized"])
-        moments_of = learnt_moments if pred_type == "amortized" else moments_for
+        is_learnt = pred_type == "amortized"
+        moments_of = learnt_moments if is_learnt else moments_for
         for member in self.members:
             compute = partial(moments_of, member, batch, link_approx)
-            learnt = pred_type == "amortized"
-            yield member.model.in_turn(compute, may_share=learnt)
+            yield member.model.in_turn(compute, may_share=is_learnt)
 
     def predict_proba(
         self, x: Any, link_approx: str = DEFAULT_LINK, **options: Any

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from laplace_lora_ext.curvature.decomposed import DecomposedBlock
-from laplace_lora_ext.passes.graph import Rows
 
 LinAlgError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
 
@@ -253,56 +252,3 @@ def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     except LinAlgError:
         vectors, values, _ = torch.linalg.svd(matrix)
         return values.flip(-1), vectors.flip(-1)
-
-
-# --- the two ways to sum Kronecker factors from inputs and output gradients -----------
-#  Shapes: B samples, T positions, S seeds, a weight `(m, n)`; inputs a `(B, T, n)` and
-# output gradients g `(S, B, T, m)`. Only what needs the mask of valid positions asks
-# for it, since the positions that a layer sees need not be the mask's.
-
-
-def add_rows(block: KroneckerBlock, updates: StreamingUpdates, rows: Rows) -> None:
-    """Add `F_out = Σ_nt g gᵀ` and `F_in = Σ_nt a aᵀ / Σ_n T_n`, over valid positions.
-
-    The setting of the paper (section 3), and KFAC-expand of Eschenhagen et al. (2023).
-    """
-    if rows.seeds.start == 0:  # the inputs are the same for all
-        a = rows.valid(rows.a[None])
-        updates.add(block, a, of_outputs=False)
-        block.normalizer = block.normalizer + len(a)
-    g = rows.valid(rows.g)
-    # After the last attention, only the positions that the model pools have a gradient.
-    updates.add(block, g[g.any(dim=1)], of_outputs=True)
-
-
-def add_gradients(block: KroneckerBlock, updates: StreamingUpdates, rows: Rows) -> None:
-    """Add `F_out = Σ G Gᵀ` and `F_in = Σ Gᵀ G / Σ ‖G‖²` of `G = Σ_t g_t a_tᵀ`.
-
-    G is the whole gradient of a sample and seed. So this is one step of power iteration
-    from the identity towards the Kronecker product nearest to the exact block (Van Loan
-    & Pitsianis, 1993); its trace is exact. Padding needs no mask.
-    """
-    if rows.a.shape[1] == 1:
-        of_outputs, of_inputs = _rows_of_one_position(rows.a, rows.g)
-    else:
-        G = rows.gradient().flatten(0, 1)
-        of_outputs, of_inputs = G.mT.flatten(0, 1), G.flatten(0, 1)
-    updates.add(block, of_outputs, of_outputs=True)
-    energy = updates.add(block, of_inputs, of_outputs=False)
-    # Both factors have the trace Σ ‖G‖², and their product is to have it once.
-    block.normalizer = block.normalizer + energy
-
-
-def _rows_of_one_position(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Make rows whose products are those of `G = g aᵀ`: `(S B, m)` and `(B, n)`.
-
-    `G Gᵀ = ‖a‖² g gᵀ` and `Gᵀ G = ‖g‖² a aᵀ` need one row where G has m or n of them,
-    as many as a head's layer has outputs or inputs.
-    """
-    of_outputs = g * a.norm(dim=-1, keepdim=True)
-    # Over seeds, too, since an input is the same for all of them.
-    (norms,) = torch.linalg.vector_norm(g, dim=(0, -1), keepdim=True)
-    return of_outputs.flatten(0, 2), (a * norms).flatten(0, 1)
-
-
-KFAC_APPROX = {"expand": add_rows, "gradient": add_gradients}

@@ -57,7 +57,7 @@ def is_real(text: Mapping[str, Any]) -> Tensor:
 
 
 def check_tokenized(batch: Any) -> None:
-    """Refuse texts, and tokens that are no tensor `(B, T)`, as a collator makes it."""
+    """Refuse texts, and tokens that are no tensor `(B, T)`."""
     if isinstance(batch, Mapping):
         tokens = batch.get("input_ids")
         is_other = tokens is not None and not (
