@@ -60,6 +60,8 @@ def test_predictions_of_a_half_precision_model_are_in_float32(batch, structure):
     for link in ("probit", "mc", "bridge", "bridge_norm"):
         numbers.append(la(batch, link_approx=link, n_samples=10))
     numbers.append(la(batch, pred_type="nn", link_approx="mc", n_samples=3))
+    la.recorder.taps.examples_apart = True
+    numbers += la.predictive_moments(batch)
     assert {number.dtype for number in numbers} == {torch.float32}
     # More digits than bfloat16 has, which would make 1.2344 of it.
     many_digits = torch.tensor([1.2345])

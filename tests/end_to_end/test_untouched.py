@@ -10,13 +10,7 @@ from tests.support.models import pairs, plain_model, ragged_batches
 from tests.support.posteriors import generator, make
 from tests.support.snapshots import Snapshot, half_trained
 
-
-def by_networks(la, X, loader):
-    la(X, pred_type="nn", link_approx="mc", n_samples=2)
-
-
-def search(la, X, loader):
-    la.optimize_prior_precision(method="gridsearch", val_loader=loader, grid_size=3)
+BY_NETWORKS = {"pred_type": "nn", "link_approx": "mc", "n_samples": 2}
 
 
 def test_what_draws_nothing_or_by_a_generator_leaves_the_random_state(la):
@@ -24,25 +18,23 @@ def test_what_draws_nothing_or_by_a_generator_leaves_the_random_state(la):
     before = torch.get_rng_state()
     la(batches[0])
     la.predict_proba(batches[0], link_approx="mc")
-    la(batches[0], pred_type="nn", link_approx="mc", generator=generator())
-    search(la, None, batches)
+    la(batches[0], **BY_NETWORKS, generator=generator())
+    la.optimize_prior_precision(method="gridsearch", val_loader=batches, grid_size=3)
     la.optimize_prior_precision(method="agreement", train_loader=batches)
     la.optimize_prior_precision(n_steps=3)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("use", [by_networks, search])
-def test_a_failing_prediction_leaves_everything(use):
+def test_a_failing_prediction_leaves_everything():
     model = half_trained(plain_model(lora_dropout=0.5))
     la = make(model)
     la.fit(pairs(3))
-    ((X, y),) = pairs()
+    ((X, _),) = pairs()
     expected = la(X)
     before = Snapshot(model)
-    too_narrow = X[:, :4]
     # torch's error, for matrices that do not fit.
     with pytest.raises(RuntimeError):
-        use(la, too_narrow, [(too_narrow, y)])
+        la(X[:, :4], **BY_NETWORKS)
     # Weights had been drawn by then.
     before.assert_equal(model, random_state=False)
     assert torch.equal(la(X), expected)
@@ -78,7 +70,7 @@ def test_all_is_the_same_without_gradients(structure, mode):
         la.prior_precision = torch.ones(1, dtype=torch.float64)
         ((inputs, _),) = pairs()
         found = la(inputs)
-        by_networks(la, inputs, None)
+        la(inputs, **BY_NETWORKS)
         evidence = la.log_marginal_likelihood()
         # The user's mode is as it was.
         assert torch.is_inference_mode_enabled() == was_inference

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.training.students import _collate, _head, _taught
+from laplace_lora_ext.training.students import _collate, _head, _taught, _text
 from tests.support.choices import prompts_of
 from tests.support.models import (
     CLASS_TOKEN_IDS,
@@ -308,12 +308,14 @@ def test_accumulated_steps_are_divided_whatever_loss_the_user_has(tmp_path):
 
 
 def test_texts_are_padded_by_the_models_token():
-    texts = [
-        {"input_ids": torch.ones(n), "attention_mask": torch.ones(n)} for n in (1, 2)
-    ]
-    batch = _collate(5, texts)
+    mask = torch.tensor([[1, 0], [1, 1]])
+    # Where each token stands on a page, say, is padded with it.
+    columns = {"input_ids": mask, "attention_mask": mask, "bbox": mask[..., None]}
+    one, other = (_text(columns, row) for row in range(2))
+    assert {len(values) for values in one.values()} == {1}
+    batch = _collate(5, [one, other])
     assert batch["input_ids"].tolist() == [[1, 5], [1, 1]]
-    assert batch["attention_mask"].tolist() == [[1, 0], [1, 1]]
+    assert torch.equal(batch["attention_mask"], mask)
 
 
 # --- what fails -----------------------------------------------------------------------

@@ -83,20 +83,19 @@ def test_a_search_ends_where_nothing_agrees():
 def test_no_more_texts_than_are_drawn_pass_through_the_model(la):
     many = DataLoader(Texts(60), batch_size=5)
     la.fit(many)
-    n_texts: list[int] = []
-    la.model.register_forward_hook(lambda *call: n_texts.append(len(call[-1])))
+    passed: list[Tensor] = []
+    la.model.register_forward_hook(lambda *call: passed.append(call[-1].detach()))
 
-    def changes(data: Any, seed: int) -> Tensor:
-        n_texts.clear()
+    def search(data: Any, seed: int) -> list[Tensor]:
+        passed.clear()
         options = {"train_loader": data, "generator": generator(seed)}
-        return Agreement(max_examples=20, **options)(la).objective
+        changes = Agreement(max_examples=20, **options)(la).objective
+        return [changes, torch.cat(passed)]
 
-    first = changes(many, 0)
-    assert sum(n_texts) == 20
-    # The texts depend on the generator alone.
-    assert torch.equal(changes(many, 0), first)
-    # Of the same prior precision, so that the texts must be others.
-    assert changes(many, 1)[0] != first[0]
+    changes, logits = search(many, 0)
+    assert len(logits) == 20
+    # Both depend on the generator alone.
+    assert all(map(torch.equal, search(many, 0), [changes, logits]))
+    assert not torch.equal(search(many, 1)[1], logits)
     # Of a list all do.
-    changes(list(many), 0)
-    assert sum(n_texts) == 60
+    assert len(search(list(many), 0)[1]) == 60
