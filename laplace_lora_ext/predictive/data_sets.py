@@ -118,7 +118,7 @@ def over_examples(
     """
     if collate_fn is None and isinstance(x, _BATCHES):
         return evaluate(x)
-    collate = collate_fn or default_collate
+    collate = collate_fn or _stacked
 
     def longest_first(rows: list[Any]) -> tuple[Tensor, list[Any]]:
         order = torch.tensor([_length(row) for row in rows])
@@ -154,6 +154,17 @@ def over_examples(
         alone=is_own,
         join=join,
     )
+
+
+def _stacked(rows: list[Any]) -> Any:
+    """Make a batch of rows as they are; refuse texts of several lengths."""
+    try:
+        return default_collate(rows)
+    except RuntimeError as error:
+        raise ValueError(
+            "The data set's rows have several lengths: pass a collate_fn that pads "
+            "them, such as DataCollatorWithPadding(tokenizer)."
+        ) from error
 
 
 def _length(row: Any) -> int:

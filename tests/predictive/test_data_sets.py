@@ -55,11 +55,10 @@ def la():
 @pytest.fixture(scope="module")
 def expected(la) -> Prediction:
     """Predictions of one example at a time, in the data's order."""
-    alone = []
-    for row in rows():
-        batch = collate([row])
-        decision = la.predict(batch, n_samples=50, generator=generator())
-        alone.append(decision)
+    alone = [
+        la.predict(collate([row]), n_samples=50, generator=generator())
+        for row in rows()
+    ]
     # Of all examples, one quantity after another.
     quantities = zip(*alone, strict=True)
     return Prediction(*map(torch.cat, quantities))
@@ -134,14 +133,12 @@ def test_every_batch_gets_the_same_draws(la, eight_texts):
     both = [eight_texts, eight_texts]
     twice = by_five_draws(la, both, link_approx="mc")
     once = by_five_draws(la, eight_texts, link_approx="mc")
-    first, second = twice.probabilities.split(8)
-    assert torch.equal(first, once.probabilities)
-    assert torch.equal(second, once.probabilities)
+    assert torch.equal(twice.probabilities, once.probabilities.repeat(2, 1))
     first, second = la.predict_proba(both, "mc").reshape(2, 8, 3)
     assert first.tolist() == second.tolist()
-    draws = {"link_approx": "mc", "n_samples": 100_000, "generator": generator()}
+    many = la(eight_texts, link_approx="mc", n_samples=100_000, generator=generator())
     # Of one draw, the error would be larger.
-    assert_close(torch.from_numpy(first), la(eight_texts, **draws), rtol=0, atol=1e-3)
+    assert_close(torch.from_numpy(first), many, rtol=0, atol=1e-3)
 
 
 def test_loaders_of_another_order_are_refused(la):
@@ -150,6 +147,11 @@ def test_loaders_of_another_order_are_refused(la):
     for unordered in ({"batch_sampler": batches}, {"sampler": range(5, 0, -1)}):
         with pytest.raises(ValueError, match="shuffle=False"):
             la.predict(DataLoader(texts, collate_fn=collate, **unordered))
+
+
+def test_texts_of_several_lengths_want_a_collator(la):
+    with pytest.raises(ValueError, match="collate_fn"):
+        la.predict(datasets.Dataset.from_list(rows()))
 
 
 # --- several processes ----------------------------------------------------------------
@@ -167,6 +169,5 @@ def test_a_rank_may_predict_batches_alone(la):
     def job(rank: int) -> Any:
         return la.predict_proba(ragged_batches()) if rank == 0 else None
 
-    first, second = on_ranks(job, 2)
+    first, _ = on_ranks(job, 2)
     assert first.shape == (8, 3)
-    assert second is None
