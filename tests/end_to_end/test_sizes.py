@@ -115,8 +115,8 @@ def assert_no_matrix_of_two_large_sides(made: NewTensors) -> None:
 
 @pytest.mark.parametrize("at_once", [1, N_CLASSES - 1])
 def test_a_fit_takes_few_passes_and_makes_no_large_tensor(wide, at_once, monkeypatch):
-    # Fewer rows than a batch of one seed has, or more than one of all seeds.
-    monkeypatch.setattr(graph, "_ROWS", 1 if at_once == 1 else 1000)
+    # As many as so many seeds have of a batch's tokens.
+    monkeypatch.setattr(graph, "_ROWS", at_once * BATCH["input_ids"].numel())
     # As of sums that are larger.
     monkeypatch.setattr(accumulation, "_WAITING", 0)
     forwards = count_forward_passes(wide)
