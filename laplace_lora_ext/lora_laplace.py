@@ -271,6 +271,8 @@ class LoRALaplace(Posterior, Predictor):
         self.n_contrasts = None
         self.metadata: dict[str, Any] = {}
         self.likelihood = self.task.name  # as the backend and files know it
+        # How the curvature of the blocks is summed, decomposed and packed.
+        self._structure = self._kind_of_structure(self.recorder, self.task, options)
         self.backend  # noqa: B018 - refuses wrong options now, and not in `fit`
 
     @property
@@ -285,7 +287,7 @@ class LoRALaplace(Posterior, Predictor):
             self.likelihood,
             dict_key_x=self.dict_key_x,
             dict_key_y=self.dict_key_y,
-            backend_kwargs=self._settings,
+            backend_kwargs=self._structure.settings,
             class_token_ids=self.model.class_token_ids,
             mask_token_id=self.model.mask_token_id,
             normalised=self.model.normalised,
@@ -333,13 +335,8 @@ class LoRALaplace(Posterior, Predictor):
 
     @property
     def backend(self) -> Any:
-        """Make what computes the curvature of the blocks' weights."""
+        """Return what computes the curvature of the blocks' weights."""
         return self._structure.backend
-
-    @property
-    def _structure(self) -> Structure:
-        """Say how the curvature of the blocks is summed, decomposed and packed."""
-        return self._kind_of_structure(self.recorder, self.task, self._backend_kwargs)
 
     @exclusive
     @torch.inference_mode(False)  # what is kept must not be inference tensors
@@ -384,7 +381,7 @@ class LoRALaplace(Posterior, Predictor):
             fitted = fit(
                 train_loader,
                 self._structure,
-                settings=self._settings,
+                settings=self._structure.settings,
                 before=None if override else self._fit,
                 progress_bar=progress_bar,
             )
@@ -913,10 +910,5 @@ class LoRALaplace(Posterior, Predictor):
         return {
             "cls_name": type(self).__name__,
             "likelihood": self.likelihood,
-            "settings": self._settings,
+            "settings": self._structure.settings,
         }
-
-    @property
-    def _settings(self) -> dict[str, Any]:
-        """Collect what the curvature depends on, beside model and data."""
-        return self._backend_kwargs | self._structure.settings

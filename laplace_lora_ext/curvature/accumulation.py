@@ -230,8 +230,8 @@ class Structure:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Collect what the curvature depends on, beside model, data and user."""
-        return {}
+        """Collect what the curvature depends on, beside model and data."""
+        return self.options
 
     def zeros(self) -> Any:
         """Make the sums of no data."""
@@ -395,7 +395,7 @@ class KronStructure(HostStructure):
     def __post_init__(self) -> None:
         check_known_to_host(self.recorder.blocks)
 
-    @cached_property
+    @property  # anew each time: it holds weights, and a model may move
     def backend(self) -> Any:
         likelihood = "regression" if self.task.has_noise else "classification"
         # It collects the parameters that require grad.
@@ -413,7 +413,7 @@ class KronStructure(HostStructure):
         with self.recorder.prepared(), torch.enable_grad():
             # Checks logits and gradients, and learns which layers are called.
             with taps.on_layers():
-                logits = taps.run(lambda batch, _: model(batch), x).logits.detach()
+                logits = taps.run(model, x).logits.detach()
             # A copy, since autograd can't save labels of inference mode.
             targets = self.task.check_targets(y.clone(), logits)
             # Factors of "one" datum are sums: then curvlinops asks for no number of

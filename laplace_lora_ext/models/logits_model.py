@@ -129,11 +129,12 @@ class LogitsModel(nn.Module):
             normalised=self.normalised,
         )
 
-    def forward(self, batch: Any, **options: Any) -> Tensor:
+    def forward(self, batch: Any, own: Tensor | None = None, **options: Any) -> Tensor:
         """Compute logits `(B, C)` of a batch without its labels, on the model's device.
 
         Models without such logits are refused, as are batches that `check_texts` or
-        `AnswerTokens` refuse. Options are those of tasks' own models.
+        `AnswerTokens` refuse. Which rows an example has `own` in a larger batch changes
+        no logits. Options are those of tasks' own models.
         """
         logits = self._logits(batch, **options)
         self.output_size = logits.shape[-1]

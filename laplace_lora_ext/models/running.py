@@ -288,15 +288,17 @@ def put_back(tree: Tree) -> Iterator[State]:
         if modules is tree.modules:  # all: most have nothing that a pass could change
             tree.watched = list(filter(_has_tensors, modules))
     finally:
-        state.put_back()
+        for module, attributes, buffers in state.before:
+            vars(module).update(_differing(module, attributes))
+            module._buffers.update(buffers)
 
 
 class State:
     """What modules have before passes, which are lent copies of their buffers."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._before = [(m, dict(vars(m)), dict(m._buffers)) for m in modules]
-        for module, _, buffers in self._before:
+        self.before = [(m, dict(vars(m)), dict(m._buffers)) for m in modules]
+        for module, _, buffers in self.before:
             for name, buffer in buffers.items():
                 if buffer is not None and buffer.numel() <= _LARGEST:
                     module._buffers[name] = buffer.clone()
@@ -309,21 +311,15 @@ class State:
         """Identify all buffers, with their versions."""
         return [
             (id(buffer), _version(buffer))
-            for module, _, _ in self._before
+            for module, _, _ in self.before
             for buffer in module._buffers.values()
         ]
 
     def has_changed(self) -> bool:
         """Tell whether any module has other attributes now, or other buffers."""
         return self._watched != self._buffers_now() or any(
-            _differing(module, attributes) for module, attributes, _ in self._before
+            _differing(module, attributes) for module, attributes, _ in self.before
         )
-
-    def put_back(self) -> None:
-        """Give the modules their attributes and buffers again."""
-        for module, attributes, buffers in self._before:
-            vars(module).update(_differing(module, attributes))
-            module._buffers.update(buffers)
 
 
 def _version(buffer: Tensor | None) -> int:

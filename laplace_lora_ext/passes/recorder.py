@@ -345,10 +345,7 @@ class Recorder:
             if len(alike) * (a.numel() + g.numel()) > _WAITING:
                 multiply(alike)
 
-        def outputs(inputs: Any, _: Tensor | None) -> Tensor:
-            return self.model(inputs)
-
-        with self.record(batch, outputs) as recording:
+        with self.record(batch, self.model) as recording:
             logits, positions = recording.logits, recording.positions
             vectors = directions(logits.detach())
             rounds = Rounds.of(positions)

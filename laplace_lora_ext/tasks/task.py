@@ -21,7 +21,7 @@ by their class.
 
 Outputs = Callable[[Any, Tensor | None], Tensor]
 """Computes what is back-propagated from, `(N, C)`: of a batch, or of one of its
-examples, whose rows `(N,)` booleans mark."""
+examples, whose rows `(N,)` booleans mark. A `LogitsModel` is one."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Task:
 
         `numbers` draws numbers `(S, N)` that choose among the labels of N tokens.
         """
-        return lambda batch, own: model(batch)
+        return model
 
     def seeds_and_loss(
         self, outputs: Tensor, y: Tensor, seeds: Callable[[Tensor], Seeds]

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.running import State, Tree, Turns, evaluating
+from laplace_lora_ext.models.running import Tree, Turns, evaluating, put_back
 from tests.support.dense import full_rank
 from tests.support.models import (
     N_CLASSES,
@@ -256,10 +256,9 @@ def test_masks_and_other_large_buffers_are_not_copied_for_each_pass():
     model.register_buffer("large", torch.zeros(2**16 + 1))
     model.register_buffer("small", torch.zeros(2**16))
     large, small = model.large, model.small
-    state = State([model])
-    assert model.large is large
-    assert model.small is not small
-    state.put_back()
+    with put_back(Tree(model)):
+        assert model.large is large
+        assert model.small is not small
     assert model.small is small
 
 
