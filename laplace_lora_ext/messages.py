@@ -41,10 +41,10 @@ def warn(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-def check_count(name: str, number: Any) -> None:
-    """Refuse a number of things that is not whole, or below 1."""
-    if not isinstance(number, Integral) or number < 1:
-        raise ValueError(f"{name} must be at least 1, and whole, not {number!r}.")
+def check_count(name: str, number: Any, least: int = 1) -> None:
+    """Refuse a number of things that is not whole, or too small."""
+    if not isinstance(number, Integral) or number < least:
+        raise ValueError(f"{name} must be at least {least}, and whole, not {number!r}.")
 
 
 def check_name(what: str, value: Any, known: Collection[str]) -> None:

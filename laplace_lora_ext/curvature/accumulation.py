@@ -10,7 +10,6 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import isfinite
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -142,7 +141,7 @@ class LowRankKronGGN:
     Raises
     ------
     ValueError
-        For an unknown `kfac_approx` or a negative rank.
+        For an unknown `kfac_approx`, or a rank or seed that is negative or not whole.
     """
 
     rank: int = 10
@@ -156,11 +155,8 @@ class LowRankKronGGN:
     def __post_init__(self) -> None:
         check_name("kfac_approx", self.kfac_approx, KFAC_APPROX)
         check_name("draws", self.draws, _DRAWS)
-        rank = self.rank
-        if not isinstance(rank, Integral) or rank < 0:
-            raise ValueError(f"The rank must be whole, and not negative: {rank!r}.")
-        if self.seed < 0:
-            raise ValueError(f"The seed must not be negative, but is {self.seed}.")
+        check_count("rank", self.rank, least=0)
+        check_count("seed", self.seed, least=0)
         if self.num_samples is None:
             self.num_samples = _DRAWS[self.draws]
         check_count("num_samples", self.num_samples)
