@@ -120,7 +120,6 @@ def fit(
     loader: Iterable[Any],
     structure: Structure,
     *,
-    settings: Mapping[str, Any],
     before: Fit | None,
     progress_bar: bool,
 ) -> Fit:
@@ -133,8 +132,7 @@ def fit(
     loader : iterable
         of batches with labels; all ranks have their own
     structure : Structure
-    settings : Mapping
-        what all ranks must have alike
+        whose settings all ranks must have alike
     before : Fit or None
         to add the data to, around the same weights, which are where they were
     progress_bar : bool
@@ -161,7 +159,7 @@ def fit(
     # the model.
     state, standing = ModelState.of(model, blocks), standing_of(model, blocks)
     mean = flatten_weights(blocks, model.device)
-    check_alike_on_ranks(state, mean, repr((mean.dtype, settings)))
+    check_alike_on_ranks(state, mean, repr((mean.dtype, structure.settings)))
     sums = sums_over(loader, structure, before, progress_bar)
     # A later part of the data may well leave out a layer that an earlier one has used.
     if before is None:

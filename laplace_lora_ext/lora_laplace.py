@@ -381,7 +381,6 @@ class LoRALaplace(Posterior, Predictor):
             fitted = fit(
                 train_loader,
                 self._structure,
-                settings=self._structure.settings,
                 before=None if override else self._fit,
                 progress_bar=progress_bar,
             )

@@ -205,9 +205,8 @@ def _leading_of(rows: Tensor, width: int) -> Tensor:
 
     Beside them a step has the columns of the steps before.
     """
-    first, *others = rows.split(_CHUNK, dim=1)
-    columns = _leading(first.mT, width)
-    for chunk in others:
+    columns = rows[:, :0].mT
+    for chunk in rows.split(_CHUNK, dim=1):
         columns = _leading(torch.cat([columns.mT, chunk], dim=1).mT, width)
     return columns
 
