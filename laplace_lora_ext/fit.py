@@ -15,9 +15,9 @@ from torch import Tensor
 from laplace_lora_ext.curvature.accumulation import Structure
 from laplace_lora_ext.messages import naming, warn
 from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.running import Standing
 from laplace_lora_ext.models.same_model import (
     ModelState,
-    Standing,
     check_alike_on_ranks,
     check_runs,
     check_same,

@@ -398,7 +398,7 @@ class LoRALaplace(Posterior, Predictor):
     def check_model(self) -> None:
         """Move the posterior to its model; refuse a model that has changed."""
         fitted = self._fitted
-        if fitted.standing is not None and fitted.standing.holds():
+        if fitted.standing is not None and fitted.standing.holds(self.model.tree):
             return
         check_same(self.model, self.blocks, fitted.model, fitted.mean)
         self._move_with_model()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -175,6 +175,7 @@ class Spectrum(NamedTuple):
         return (self.multiplicity * self.values).sum()
 
 
+@dataclass(frozen=True, eq=False)
 class LowRankKronDecomposed:
     """Curvature in eigenvectors: `scale` times it, and a multiple of the identity.
 
@@ -189,15 +190,9 @@ class LowRankKronDecomposed:
     scale : float or torch.Tensor, default=1.0
     """
 
-    def __init__(
-        self,
-        groups: list[tuple[list[int], DecomposedBlock]],
-        deltas: Tensor,
-        scale: float | Tensor = 1.0,
-    ) -> None:
-        self.groups = groups
-        self.deltas = deltas
-        self.scale = scale
+    groups: list[tuple[list[int], DecomposedBlock]]
+    deltas: Tensor
+    scale: float | Tensor = 1.0
 
     @classmethod
     def of_blocks(
@@ -274,11 +269,11 @@ class LowRankKronDecomposed:
 
     def __add__(self, deltas: float | Tensor) -> LowRankKronDecomposed:
         """Add a multiple of the identity: a scalar, or `(blocks,)`."""
-        return LowRankKronDecomposed(self.groups, self.deltas + deltas, self.scale)
+        return replace(self, deltas=self.deltas + deltas)
 
     def __mul__(self, scalar: float | Tensor) -> LowRankKronDecomposed:
         """Scale the curvature but not `deltas`, as the host does."""
-        return LowRankKronDecomposed(self.groups, self.deltas, self.scale * scalar)
+        return replace(self, scale=self.scale * scalar)
 
     __radd__ = __add__
     __rmul__ = __mul__

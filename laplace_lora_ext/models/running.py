@@ -1,13 +1,15 @@
-"""How a model is run: in whose turn, in which state, and what is put back."""
+"""How a model is run: as it stands, in whose turn, and what is put back."""
 
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import deepcopy
 from functools import partial
 from itertools import chain, compress, repeat
-from operator import attrgetter, is_not
+from operator import attrgetter, is_, is_not
 from threading import Condition, get_ident
 from typing import Any, ParamSpec, TypeVar
 
@@ -27,6 +29,10 @@ _ACTIVE = "_active_adapter"
 # Numbers of the largest buffer that is copied for a pass. Larger ones are masks and
 # quantised weights, which nobody changes in place.
 _LARGEST = 2**16
+
+_COMPARED = 16  # numbers of each weight that every call looks at: a line of the cache
+# What PEFT's layers are set to: lists and dictionaries that it changes in place.
+_SETTINGS = ("merged_adapters", "_disable_adapters", "scaling")
 
 
 # --- turns ----------------------------------------------------------------------------
@@ -215,6 +221,64 @@ class Tree:
         """Yield each parameter that is there now."""
         places = chain.from_iterable(map(dict.values, self.parameters))
         return filter(partial(is_not, None), places)
+
+
+class Standing:
+    """Tells at little cost that a model is still the one that was compared last.
+
+    `check_same` compares by names, and takes Python as long as a small text takes the
+    model. Here modules, settings of adapters, and addresses and versions of weights are
+    compared, and the first numbers of each weight, since writes to `weight.data` change
+    no version. The weights are given by the dictionaries that hold them, and their
+    names there.
+    """
+
+    def __init__(
+        self, tree: Tree, places: Iterable[tuple[dict[str, Any], str]]
+    ) -> None:
+        self._tree = tree
+        layers = [m for m in tree.adapted if isinstance(m, BaseTunerLayer)]
+        self._attributes = [vars(layer) for layer in layers]
+        self._holders, self._names = zip(*places, strict=True)
+        self._weights = self._present()
+        # Those of inference mode count no versions.
+        self._counting = [each for each in self._weights if not each.is_inference()]
+        self._before = deepcopy(self._read())
+        # The numbers of a device are read as one tensor.
+        views: defaultdict[Any, list[Tensor]] = defaultdict(list)
+        for weight in self._weights:
+            views[weight.device, weight.dtype].append(_first_numbers(weight))
+        self._views = list(views.values())
+        self._numbers = list(map(torch.cat, self._views))
+
+    def holds(self, tree: Tree) -> bool:
+        """Tell whether nothing has changed; False where that is not known."""
+        return (
+            tree is self._tree
+            and all(map(is_, self._present(), self._weights))
+            and self._read() == self._before
+            and all(map(torch.equal, map(torch.cat, self._views), self._numbers))
+        )
+
+    # Weights are many, and functions in C faster than loops.
+
+    def _present(self) -> list[Any]:
+        # None where one has gone, as where a parametrization computes it.
+        return list(map(dict.get, self._holders, self._names))
+
+    def _read(self) -> list[Any]:
+        settings = [map(dict.get, self._attributes, repeat(n)) for n in _SETTINGS]
+        addresses = map(Tensor.data_ptr, self._weights)
+        versions = map(attrgetter("_version"), self._counting)
+        return [*chain.from_iterable(settings), *addresses, *versions]
+
+
+def _first_numbers(weight: Tensor) -> Tensor:
+    """View a few numbers `(n,)` of a weight that lie beside each other in memory."""
+    numbers = weight.detach()
+    while numbers.ndim > 1:
+        numbers = numbers.select(numbers.stride().index(max(numbers.stride())), 0)
+    return numbers.reshape(-1)[:_COMPARED]  # of a single number, too
 
 
 # --- evaluation -----------------------------------------------------------------------

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
-from itertools import chain, repeat
-from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 
 from laplace_lora_ext.messages import listed
 from laplace_lora_ext.models.answers import ClassTokens
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import adapter_layers, find_idle
-from laplace_lora_ext.models.running import Tree
+from laplace_lora_ext.models.running import Standing, Tree
 from laplace_lora_ext.models.weights import (
     Block,
     are_in_place,
@@ -29,9 +24,6 @@ from laplace_lora_ext.models.weights import (
 from laplace_lora_ext.processes import count, of_first, rank
 
 _SAMPLED = 32  # numbers of each weight that are compared: training moves all of them
-_COMPARED = 16  # numbers of each weight that every call looks at: a line of the cache
-# What PEFT's layers are set to: lists and dictionaries that it changes in place.
-_SETTINGS = ("merged_adapters", "_disable_adapters", "scaling")
 
 
 class Weight(NamedTuple):
@@ -180,69 +172,13 @@ def check_same(
         raise RuntimeError(f"{difference}: fit again, or undo the change.")
 
 
-class Standing:
-    """Tells at little cost that a model is still the one that was compared last.
-
-    `check_same` compares by names, and takes Python as long as a small text takes the
-    model. Here modules, settings of adapters, and addresses and versions of weights are
-    compared, and the first numbers of each weight, since writes to `weight.data` change
-    no version.
-    """
-
-    def __init__(self, model: LogitsModel, blocks: Sequence[Block]) -> None:
-        self._model = model
-        self._tree = model.tree
-        layers = [m for m in self._tree.adapted if isinstance(m, BaseTunerLayer)]
-        self._attributes = [vars(layer) for layer in layers]
-        places = [place for _, *place in _other_weights(self._tree, blocks)]
-        places += [[b.module._parameters, b.parameter] for b in blocks]
-        self._holders, self._names = zip(*places, strict=True)
-        self._weights = self._present()
-        # Those of inference mode count no versions.
-        self._counting = [each for each in self._weights if not each.is_inference()]
-        self._before = deepcopy(self._read())
-        # The numbers of a device are read as one tensor.
-        views: defaultdict[Any, list[Tensor]] = defaultdict(list)
-        for weight in self._weights:
-            views[weight.device, weight.dtype].append(_first_numbers(weight))
-        self._views = list(views.values())
-        self._numbers = list(map(torch.cat, self._views))
-
-    def holds(self) -> bool:
-        """Tell whether nothing has changed; False where that is not known."""
-        return (
-            self._model.tree is self._tree
-            and all(map(is_, self._present(), self._weights))
-            and self._read() == self._before
-            and all(map(torch.equal, map(torch.cat, self._views), self._numbers))
-        )
-
-    # Weights are many, and functions in C faster than loops.
-
-    def _present(self) -> list[Any]:
-        # None where one has gone, as where a parametrization computes it.
-        return list(map(dict.get, self._holders, self._names))
-
-    def _read(self) -> list[Any]:
-        settings = [map(dict.get, self._attributes, repeat(n)) for n in _SETTINGS]
-        addresses = map(Tensor.data_ptr, self._weights)
-        versions = map(attrgetter("_version"), self._counting)
-        return [*chain.from_iterable(settings), *addresses, *versions]
-
-
 def standing_of(model: LogitsModel, blocks: Sequence[Block]) -> Standing | None:
     """Note how a model stands; None where passes move its weights."""
     if model.tree.is_resharded or not are_in_place(blocks):
         return None
-    return Standing(model, blocks)
-
-
-def _first_numbers(weight: Tensor) -> Tensor:
-    """View a few numbers `(n,)` of a weight that lie beside each other in memory."""
-    numbers = weight.detach()
-    while numbers.ndim > 1:
-        numbers = numbers.select(numbers.stride().index(max(numbers.stride())), 0)
-    return numbers.reshape(-1)[:_COMPARED]  # of a single number, too
+    places = [(holder, name) for _, holder, name in _other_weights(model.tree, blocks)]
+    places += [(block.module._parameters, block.parameter) for block in blocks]
+    return Standing(model.tree, places)
 
 
 def first_changed(blocks: Sequence[Block], mean: Tensor) -> Block | None:
