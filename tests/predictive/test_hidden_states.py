@@ -104,11 +104,9 @@ class Routed(TwoLinear):
 def test_what_is_no_tensor_of_rows_is_passed_over(routed):
     plain = Routed(routed)
     X = torch.randn(4, 5)
-    model = LogitsModel(plain)
-    for _ in range(2):  # the second pass asks only the layer that the first one found
-        logits, hidden = logits_and_hidden_states(model, X)
-        assert torch.equal(hidden, plain.first(X).tanh())
-        assert torch.equal(logits, plain.second(hidden))
+    logits, hidden = logits_and_hidden_states(LogitsModel(plain), X)
+    assert torch.equal(hidden, plain.first(X).tanh())
+    assert torch.equal(logits, plain.second(hidden))
 
 
 def test_calls_of_other_threads_are_passed_over():
