@@ -753,16 +753,14 @@ class LoRALaplace(Posterior, Predictor):
         generator : torch.Generator, optional
             for the draws
         joint : bool, default=False
-            for "glm": examples vary together as the posterior says. By default every
-            example gets the same noise, as the host has it, so that samples of two are
-            as good as of one
+            examples vary together as the posterior says. By default those of "glm" all
+            get the same noise, as the host has it, so that samples of two are as good
+            as of one
         """
         x = self.model.unlabelled(x)
         check_name("pred_type", pred_type, ["glm", "nn"])
-        if joint and (pred_type != "glm" or diagonal_output):
-            raise ValueError(
-                'joint=True is for pred_type="glm" without diagonal_output.'
-            )
+        if joint and diagonal_output:
+            raise ValueError("joint=True draws no output by itself.")
         if joint:
             weights = self.sample(n_samples, generator)
             samples = drawn_functions(self, weights, pred_type, x)

@@ -183,7 +183,7 @@ class StreamingUpdates:
         for block, parts in waiting.items():
             columns = block.columns
             n_rows = sum(map(len, parts))
-            key = columns.shape, n_rows, block.width, columns.device, columns.dtype
+            key = columns.shape, n_rows, columns.device, columns.dtype
             groups[key].append(block)
         for blocks in groups.values():
             traces = torch.stack([block.trace for block in blocks])

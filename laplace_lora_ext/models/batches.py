@@ -60,9 +60,7 @@ def check_tokenized(batch: Any) -> None:
     """Refuse texts, and tokens that are no tensor `(B, T)`."""
     if isinstance(batch, Mapping):
         tokens = batch.get("input_ids")
-        is_other = tokens is not None and not (
-            isinstance(tokens, Tensor) and tokens.ndim > 1
-        )
+        is_other = not (tokens is None or is_tokens(tokens))
     else:
         parts = batch if isinstance(batch, list | tuple) else [batch]
         is_other = any(isinstance(part, str) for part in parts)

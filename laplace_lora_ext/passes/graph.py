@@ -555,9 +555,7 @@ def _tells_layouts_apart(reached: Tensor) -> bool:
     """Tell whether gradients came, at rows `(B, T)` that tell layouts apart."""
     if reached.shape[0] == reached.shape[1]:
         # `(T, B)` and `(B, T)` have the same row on the diagonal.
-        reached = reached & ~torch.eye(
-            len(reached), dtype=torch.bool, device=reached.device
-        )
+        reached = reached.clone().fill_diagonal_(False)
     return bool(reached.any())
 
 

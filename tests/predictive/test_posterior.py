@@ -128,7 +128,6 @@ def test_what_can_not_be_drawn_is_refused():
     la, X = plain_regression()
     moments = la.predictive_moments(X)
     for use, message in [
-        (lambda: la.functional_samples(X, "nn", joint=True), "joint"),
         (lambda: la.functional_samples(X, joint=True, diagonal_output=True), "joint"),
         # Learnt variances belong to no weights.
         (lambda: la.function(SEED, pred_type="amortized"), "amortized"),
