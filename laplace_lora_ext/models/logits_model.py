@@ -201,9 +201,7 @@ class LogitsModel(nn.Module):
         if self.answers is not None:
             rows = self.answers.rows(rows)
         positions = positions_of(rows, n_examples, self.device)
-        if places is None:
-            return positions
-        return positions._replace(owners_of_logits=places.nonzero()[:, 0])
+        return positions._replace(owners_of_logits=self.owners(batch))
 
     def places(self, batch: Any) -> Tensor | None:
         """Mark tokens `(B, T)` that have logits; None where examples have one row."""
