@@ -110,11 +110,10 @@ def test_figures_of_numbers_are_means_of_each_ones():
 
 # --- what is refused ------------------------------------------------------------------
 
-# Of tokens, of several labels, and of one example less.
+# Of tokens, and of one example less.
 REFUSED = [
     (EVEN.expand(3, 4, 2), LABELS.expand(3, 4), "labels"),
-    (EVEN, PERFECT.long(), r"\(N, C\), with labels \(N,\)"),
-    (EVEN, LABELS[:3], "labels"),
+    (EVEN, LABELS[:3], r"\(N, C\), with labels \(N,\)"),
 ]
 
 

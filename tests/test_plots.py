@@ -53,10 +53,11 @@ def test_points_have_as_many_texts_each(n_texts, n_points):
     by_hand = [part.mean() for part in confidence.sort().values.tensor_split(n_points)]
     assert_close(torch.tensor(trained.get_xdata()), torch.stack(by_hand))
     is_right = (found.prediction.labels == found.labels).double()
-    shares = torch.tensor(posterior.get_ydata())
-    # With as many texts a point, the mean of the points is nearly that of the texts.
-    assert shares.mean().item() == pytest.approx(is_right.mean().item(), abs=1e-9)
+    order = found.prediction.probabilities.amax(1).argsort()
+    shares = [is_right[part].mean() for part in order.tensor_split(n_points)]
+    assert_close(torch.tensor(posterior.get_ydata()), torch.stack(shares))
     _, posterior = risk_coverage(found).get_lines()
     surest = found.prediction.probabilities.amax(1).topk(5).indices
     risk = 1 - is_right[surest].mean().item()
     assert posterior.get_ydata()[4] == pytest.approx(risk)
+    assert posterior.get_xdata()[4] == pytest.approx(5 / n_texts)

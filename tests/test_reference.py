@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import Any
 
+import torch
+
 import laplace_lora_ext as package
 
 # Up to the next section's title. An entry is not indented.
 PARAMETERS = re.compile(r"^Parameters\n-+\n(.*?)(?=\n\n\w+\n---|\Z)", re.M | re.S)
 ENTRY = re.compile(r"^(\S.*?)(?: : .*)?$", re.M)
+DEFAULT = re.compile(r"^(\w+) : .*default=(.*)$", re.M)
 # Another method has the list.
 ELSEWHERE = re.compile(r"(those of|as for)\s+`")
 
@@ -58,6 +61,11 @@ def test_every_option_is_described():
             assert sorted(ENTRY.findall(section[1])) == sorted(arguments_of(found)), (
                 name
             )
+            parameters = inspect.signature(found).parameters
+            for option, default in DEFAULT.findall(section[1]):
+                assert parameters[option].default == eval(default, {"torch": torch}), (
+                    name
+                )
         # One argument is what the docstring itself is about.
         elif is_function and is_shown and len(arguments_of(found)) > 1:
             assert overrides or ELSEWHERE.search(text), name

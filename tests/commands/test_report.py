@@ -95,7 +95,8 @@ def test_a_page_shows_the_most_doubtful_texts_and_needs_no_other_file():
     assert document.count("<tr>") == 1 + 3 + 1 + 20
     # In the title and the heading too.
     assert document.count("A &lt; B") == 2 + 20
-    assert document.count('class="wrong"') == 8
+    cells = '"wrong">air</span></td><td data-column="label">plant</td><td '
+    assert document.count(cells + 'data-column="trained model">0.95<') == 8
     for mark in ("src=", "<link", "@import", "url(http"):
         assert mark not in document
 

@@ -194,9 +194,11 @@ def test_a_queue_has_the_most_doubtful_first_and_says_what_is_proven(
     costs = {"costs": (1, 9), "data": output, "output": tmp_path / "costs.csv"}
     run("review", capacity=30, **options | costs)
     printed = capsys.readouterr().out
+    lines = {"data": output, "output": tmp_path / "lines.jsonl"}
+    run("predict", **options | lines)
     assert "promises a mean cost of 0.1" in printed
     texts = read_rows(calibrated.test)
-    for row in [*rows, *read_rows(costs["output"])]:
+    for row in [*rows, *read_rows(costs["output"]), *read_rows(lines["output"])]:
         assert texts[int(row["id"]) - 1]["text"] == row["text"]
     assert "Nothing is proven of a mean cost" in printed
     run("review --overwrite", capacity=100, **options)

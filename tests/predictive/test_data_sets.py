@@ -74,7 +74,6 @@ DATA: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "loader": (lambda: DataLoader(rows(), **of_size(4)), {}),
     "generator": (lambda: (collate([row]) for row in rows()), {}),
     "datasets": (lambda: datasets.Dataset.from_list(rows()), of_size(4)),
-    "list of rows": (rows, of_size(32)),
 }
 
 

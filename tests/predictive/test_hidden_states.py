@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.predictive.amortization import logits_and_hidden_states
 from laplace_lora_ext.tasks.token_labels import TokenLabelsModel
+from tests.support.choices import ANSWERS
 from tests.support.models import (
     CLASS_TOKEN_IDS,
     TwoLinear,
@@ -77,6 +78,16 @@ def test_the_output_layer_makes_the_logits_of_what_it_read(name, padding_side):
             if model.answers:
                 found = found[:, CLASS_TOKEN_IDS]
             assert_close(found, logits)
+
+
+def test_answers_of_several_tokens_are_read_at_their_first(eight_texts):
+    gpt2 = lora_model("gpt2").eval()
+    found = []
+    for answers in (CLASS_TOKEN_IDS, ANSWERS):
+        model = answering(gpt2, class_token_ids=answers)
+        with model.prepared():
+            found.append(logits_and_hidden_states(model, eight_texts)[1])
+    assert_close(*found)
 
 
 # --- layers that are none -------------------------------------------------------------

@@ -159,8 +159,11 @@ def test_what_is_linear_in_the_features_is_learnt_exactly(n_outputs):
 def test_what_nobody_can_know_is_not_explained_and_the_noise_of_draws_no_error():
     # Of a variance of 2, the feature explains 1, and draws are 0.5.
     X = normal(2_000, 5)
-    with_noise = Examples(X, X[:, :1] + normal(2_000, 3, seed=1))
+    # Of more pairs than components are kept of.
+    with_noise = Examples(X, X[:, :1] + normal(2_000, 78, seed=1))
     learnt = with_noise.learnt(noise=0.5)
+    # What they scatter is no range of the variances.
+    assert learnt.highest.max() < 1.2 * X[:, 0].max()
     assert learnt.r_squared == pytest.approx(1 / 1.5, abs=0.04)
     # The mean absolute value of a normal variable of variance 0.5.
     assert learnt.mean_error == pytest.approx(torch.pi**-0.5, abs=0.02)
@@ -168,6 +171,8 @@ def test_what_nobody_can_know_is_not_explained_and_the_noise_of_draws_no_error()
     assert learnt.r_squared == pytest.approx(1 / 2, abs=0.04)
     # And of variance 1.
     assert learnt.mean_error == pytest.approx((2 / torch.pi) ** 0.5, abs=0.02)
+    # Less than the noise is none.
+    assert linear_in_features().learnt(noise=0.1).mean_error == 0
     # Examples that it has seen would be explained better.
     few = with_noise.at(torch.arange(12))
     _, errors = ridge(centred(few.X) / few.X.std(0, correction=0), centred(few.logs))
@@ -210,6 +215,8 @@ def test_an_example_without_doubt_takes_none_from_others():
     examples = linear_in_features()
     f_var = examples.covariance().float()
     f_var[7] = 0
+    # Of one logit alone nothing is in doubt here.
+    f_var[5, 0] = f_var[5, :, 0] = 0
     with_sure = Examples(examples.X, log_variances(f_var))
     learnt = with_sure.learnt()
     assert learnt.n_examples == 59

@@ -216,6 +216,7 @@ def test_all_is_in_the_output_folder_and_the_logs(tmp_path):
     # The best weights of "default" are not the other's.
     one, other = la.members
     assert not torch.equal(one.mean, other.mean)
+    assert log[-1]["laplace_logit_scale"] == one.logit_scale != 1
 
     again = LaplaceMixture.from_pretrained(fresh_base(), tmp_path)
     assert_close(again(BATCH), la(BATCH))
@@ -277,17 +278,27 @@ def test_the_last_checkpoint_is_that_of_most_steps(tmp_path):
 def test_a_run_goes_on_as_it_began_alone(tmp_path):
     with pytest.raises(RuntimeError, match="killed"):
         train_in_stages(trainer_of(tmp_path, Stop(3)))
-    for settings, message in [
-        ({"data": TEXTS[7:] + TEXTS[:7]}, "held-out examples="),
-        ({"weight_decay": 0.1}, "weight_decay=0.0, and this one has 0.1"),
-        ({"learning_rate": 0.1}, "learning_rate=0.01"),
-        ({"max_steps": 6}, "max_steps=5"),
-        ({"num_train_epochs": 2}, "num_train_epochs=3.0"),
-        ({"per_device_train_batch_size": 5}, "train_batch_size=4"),
-    ]:
+    changes = {
+        "weight_decay": 0.1,
+        "learning_rate": 0.1,
+        "max_steps": 6,
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": 5,
+        "seed": 1,
+        "gradient_accumulation_steps": 2,
+        "optim": "sgd",
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 1,
+        "data": TEXTS[7:] + TEXTS[:7],
+    }
+    for name, value in changes.items():
         watch = Watch()
-        trainer = trainer_of(tmp_path, watch, **settings)
-        with pytest.raises(ValueError, match=f"stage_1 is .* with {message}"):
+        trainer = trainer_of(tmp_path, watch, **{name: value})
+        told = name.removeprefix("per_device_")
+        message = f"stage_1 is .* with {told}=.* this one has .*{value}"
+        if name == "data":
+            message = "with held-out examples="
+        with pytest.raises(ValueError, match=f"(?i){message}"):
             train_in_stages(trainer, resume_from_checkpoint=True)
         assert watch.steps == []
 
@@ -397,3 +408,5 @@ def test_answers_are_read_by_the_tokenizer_of_the_trainer(tmp_path):
     trainer.processing_class = "no tokenizer"
     with pytest.raises(TypeError, match="'str' object is not callable"):
         train_in_stages(trainer, class_texts=["A", "B"])
+    trainer.model = lora_model("gpt2")
+    assert stages._likelihood(trainer, {"class_token_ids": [1, 2]}) is None

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 from torch.testing import assert_close
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from laplace_lora_ext import Agreement
+from laplace_lora_ext.tuning import agreement
 from tests.support.models import ragged_batches, without_labels
 from tests.support.posteriors import fitted, generator
 from tests.support.ranks import Texts
@@ -33,7 +34,9 @@ def change(la: Any, batches: Iterable[Any], n_samples: int = 20_000) -> float:
     return torch.cat(distances).mean().item()
 
 
-def test_draws_change_the_predictions_by_as_much_as_is_allowed(la):
+def test_draws_change_the_predictions_by_as_much_as_is_allowed(la, monkeypatch):
+    # So few numbers that three of eight texts are sampled at once.
+    monkeypatch.setattr(agreement, "_CHUNK", 3 * 3 * 5_000)
     max_change = 0.05
     # Which can be read once.
     unlabelled = (without_labels(batch) for batch in ragged_batches())
@@ -97,5 +100,8 @@ def test_no_more_texts_than_are_drawn_pass_through_the_model(la):
     # Both depend on the generator alone.
     assert all(map(torch.equal, search(many, 0), [changes, logits]))
     assert not torch.equal(search(many, 1)[1], logits)
+    # What a sampler leaves out is not drawn.
+    part = DataLoader(Texts(60), sampler=SubsetRandomSampler(range(30, 60)))
+    assert min(agreement.draw_some(part, 20, seed=0).dataset.indices) >= 30
     # Of a list all do.
     assert len(search(list(many), 0)[1]) == 60

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from laplace_lora_ext import TuningHistory, ValGD
 from laplace_lora_ext.predictive.links import log_probabilities
+from laplace_lora_ext.tuning import descents
 from tests.support.dense import curvature_of, evidence
 from tests.support.models import first_batch, ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted, generator, overconfident, sizes
@@ -101,7 +102,10 @@ def test_steps_become_shorter_along_half_a_cosine(fitted_and_texts):
     ("link", "n_samples", "close"),
     [("probit", 1, 1e-6), ("mean_field", 1, 1e-6), ("mc", 100_000, 0.005)],
 )
-def test_the_history_is_the_loss_of_the_predictions(link, n_samples, close):
+def test_the_history_is_the_loss_of_the_predictions(
+    link, n_samples, close, monkeypatch
+):
+    monkeypatch.setattr(descents, "_ROWS", 5)  # of eight texts
     la = fitted(prior_precision=0.03)
     statistics = la.predictive_statistics(ragged_batches(), dtype=torch.float64)
     options = {"link_approx": link, "n_samples": n_samples}
@@ -109,8 +113,6 @@ def test_the_history_is_the_loss_of_the_predictions(link, n_samples, close):
     predicted = la(statistics.moments(0.03), generator=draws, **options)
     of_targets = predicted.gather(1, statistics.targets[:, None])
     expected = -of_targets.log().mean().item()
-    if link == "mean_field":  # by default
-        del options["link_approx"]
     search = ValGD(val_loader=statistics, n_steps=1, init_prior_prec=0.03, **options)
     assert search(la).objective[0].item() == pytest.approx(expected, rel=close)
 

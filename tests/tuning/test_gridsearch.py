@@ -308,6 +308,10 @@ def test_targets_of_any_scale_have_their_noise(structure, scale):
     for point, has_variance in ((-2, True), (-1, False)):
         la.hyperparameters = replace(history, choice=point).chosen
         assert ("without variance" not in repr(la)) == has_variance
+    # Then the last is no fault.
+    worst_first = sorted(history.trials, key=lambda trial: -trial.objective)
+    warnings.simplefilter("error")
+    warn_at_ends(replace(history, trials=worst_first))
 
 
 # --- one pass over the data -----------------------------------------------------------

@@ -60,7 +60,6 @@ BAD = [
     ({"method": "gridsearch"}, "val_loader"),
     ({"method": "marglik", "grid_size": 7}, "grid_size"),
     ({"method": "second_training"}, "either the trainer"),
-    ({"method": "agreement", "train_loader": []}, "no data"),
     ({"method": "val_gd", **LOSSES, "link_approx": "bridge"}, "link_approx"),
     ({"method": "gridsearch", **LOSSES, "link_approx": "other"}, "link_approx"),
     ({"method": "val_gd", **UNLABELLED}, "need labels"),
