@@ -193,7 +193,8 @@ def test_it_is_loaded_beside_an_adapter_and_a_damaged_one_leaves_none(tmp_path):
     both = two(target_modules=["key"], task_type="SEQ_CLS")
     mixture = both.mixture()
     mixture.prior_precision = 3
-    mixture.amortize(both.batches)
+    for learnt in mixture.amortize(both.batches, unlabelled=None):
+        assert learnt.n_examples == 8
     mixture.save_pretrained(tmp_path)
     model = lora_model("bert")
 
@@ -201,7 +202,8 @@ def test_it_is_loaded_beside_an_adapter_and_a_damaged_one_leaves_none(tmp_path):
         return [name for name, w in model.named_parameters() if w.requires_grad]
 
     before = trainable()
-    loaded = LaplaceMixture.from_pretrained(model, tmp_path)
+    loaded = LaplaceMixture.from_pretrained(model, tmp_path, dict_key_y="labels_")
+    assert loaded.members[1].dict_key_y == "labels_"
     assert repr(loaded) == repr(mixture)
     for options in ({}, {"pred_type": "amortized"}):
         assert_close(loaded(both.batch, **options), mixture(both.batch, **options))

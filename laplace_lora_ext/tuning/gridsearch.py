@@ -211,8 +211,6 @@ class GridSearch(GridMethod):
     def _search(self, la: Predictor) -> TuningHistory:
         """Sum the examples' losses at every point of the grid, and choose one."""
         members = la.members
-        for member in members:
-            member.check_model()
         # The grid is of factors of these: 1 for a posterior alone.
         own = [member.prior_precision.detach() for member in members]
         kinds = self._kinds(la)

@@ -181,6 +181,8 @@ def test_a_queue_has_the_most_doubtful_first_and_says_what_is_proven(
     assert [row["decided_by"] for row in rows] == ["person"] * 30 + ["model"] * 10
     sureness = [float(row["probability"]) for row in rows]
     assert sureness == sorted(sureness)
+    (promise,) = re.findall(r"an accuracy of ([\d.]+\d)", printed)
+    assert float(promise) == pytest.approx(sum(sureness[30:]) / 10, abs=1e-3)
     assert " or " in rows[0]["reason"]
     # What chose the prior is read again, and proves the same.
     run("review --overwrite", capacity=30, test=calibrated.test, **options)

@@ -54,7 +54,6 @@ def test_marks_within_a_text_end_no_line(tmp_path):
     ("name", "content", "message"),
     [
         ("old.csv", "text,label\na,0\ncafé,1\n".encode("cp1252"), "not in UTF-8"),
-        ("shell.csv", TABLE.encode("utf-16"), "not in UTF-8"),
         ("comma.csv", b"text,label\nred, sky,0\n", "Row 1 .* more columns than"),
         ("open.csv", b'text,label\n"red sky,0\nblue,1\n', "Line 3 .* can't be read"),
         ("quote.csv", b'text,label\n"red" sky,0\n', "Line 2 .* can't be read"),

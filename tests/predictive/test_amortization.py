@@ -205,9 +205,8 @@ def test_it_belongs_to_a_fit_and_a_prior(amortized, batch):
         ("temperature", 2.0),
     ]:
         setattr(amortized, name, value)
-        for predict in (amortized, amortized.predict):
-            with pytest.raises(ValueError, match="The prior has changed since"):
-                predict(batch, **AMORTIZED)
+        with pytest.raises(ValueError, match="The prior has changed since"):
+            amortized.predict(batch, **AMORTIZED)
         amortized.hyperparameters = hyperparameters
         amortized.temperature = 1.0
     # It serves again with its own.
@@ -242,11 +241,6 @@ REFUSED = [
         lambda la, batches: la.amortize([batches[0], WITHOUT_TEXT], None),
         "batch 1: .*no text",
     ),
-    (
-        lambda la, batches: la.amortize(batches, "shuffled"),
-        "unlabelled .shuffled. is none",
-    ),
-    (lambda la, _: la(WITHOUT_TEXT, **AMORTIZED), "no text"),
     (lambda la, batches: la.predict(batches[0], pred_type="nn"), "pred_type"),
     (lambda *_: make(plain_model()).amortize([inputs(4, seed=1)]), "fit"),
     (lambda _, batches: fitted_text().amortize(batches), "not language_modeling"),

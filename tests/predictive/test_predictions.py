@@ -14,9 +14,9 @@ from torch.testing import assert_close
 from laplace_lora_ext import Moments, NumberPrediction, Prediction
 from laplace_lora_ext.predictive.links import log_probabilities
 from laplace_lora_ext.predictive.predictions import Proof, Review
-from tests.support.models import first_batch, lora_model
+from tests.support.models import first_batch
 from tests.support.posteriors import fitted, generator, normal, plain_regression
-from tests.support.tasks import preferences, two
+from tests.support.tasks import two
 
 # --- classes --------------------------------------------------------------------------
 
@@ -194,19 +194,6 @@ def test_a_posterior_predicts_normal_targets():
         assert_close(tuple(la.predict(data)), tuple(prediction))
     with pytest.raises(ValueError, match="numbers"):
         la.predict_proba(X)
-
-
-def test_rewards_have_no_noise(batch):
-    model = lora_model("bert", n_labels=1)
-    la = fitted(batches=preferences(), model=model, likelihood="reward_modeling")
-    prediction = la.predict(batch)
-    f_mu, f_var = la(batch)
-    assert_close(prediction.mean, f_mu)
-    assert_close(prediction.epistemic_std, variances_of(f_var).sqrt())
-    assert torch.equal(prediction.total_std, prediction.epistemic_std)
-    # A text has one reward, though a pair of the fit has two outputs.
-    la.prior_precision = 1e12
-    assert la.predictive_moments(batch).f_var.shape == (3, 1, 1)
 
 
 def test_a_mixture_predicts_the_mean_of_its_members_distributions():

@@ -315,7 +315,6 @@ REFUSED = [
     ({"get_train_dataloader": lambda: DataLoader(Texts(N))}, {}, "self.train_data"),
     ({"train_dataset": labelled(torch.arange(3))}, {"held_out": 0.4}, "No class"),
     ({"train_dataset": WITHOUT_TEXT}, {}, "no text"),
-    ({}, {"held_out": 0.01}, "too few"),
     ({}, {"members": 2}, "'member_1' already"),
 ]
 # What a refused call leaves in a trainer.

@@ -99,8 +99,7 @@ def test_steps_become_shorter_along_half_a_cosine(fitted_and_texts):
 
 
 @pytest.mark.parametrize(
-    ("link", "n_samples", "close"),
-    [("probit", 1, 1e-6), ("mean_field", 1, 1e-6), ("mc", 100_000, 0.005)],
+    ("link", "n_samples", "close"), [("mean_field", 1, 1e-6), ("mc", 100_000, 0.005)]
 )
 def test_the_history_is_the_loss_of_the_predictions(
     link, n_samples, close, monkeypatch

@@ -74,10 +74,6 @@ def test_the_evidence_is_highest_at_the_two_numbers(la):
     assert of_lora != of_head
     la.optimize_prior_precision(method="marglik", prior_structure="scalar")
     assert la.prior_precision.shape == (1,)
-    of_lora = make(plain())
-    of_lora.fit(pairs(3))
-    of_lora.optimize_prior_precision(method="marglik")
-    assert of_lora.prior_precision.shape == (1,)
 
 
 # --- by validation data ---------------------------------------------------------------

@@ -57,7 +57,6 @@ BAD = [
     ({"method": "newton"}, "newton"),
     ({"pred_type": "nn"}, "pred_type 'nn'"),
     ({"method": Marglik(), "n_steps": 5, "grid_size": 7}, "n_steps, grid_size"),
-    ({"method": "gridsearch"}, "val_loader"),
     ({"method": "marglik", "grid_size": 7}, "grid_size"),
     ({"method": "second_training"}, "either the trainer"),
     ({"method": "val_gd", **LOSSES, "link_approx": "bridge"}, "link_approx"),
