@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.special import entr
 from torch.testing import assert_close
 
-from laplace_lora_ext import from_pretrained
+from laplace_lora_ext import GridSearch, from_pretrained
 from laplace_lora_ext.fit import loss_of_chance
 from laplace_lora_ext.tasks import TASKS
 from tests.support.dense import full_rank
@@ -29,7 +29,7 @@ from tests.support.models import (
     with_lora,
     without_labels,
 )
-from tests.support.posteriors import OURS_AND_A_HOSTS, STRUCTURES, make
+from tests.support.posteriors import OURS_AND_A_HOSTS, STRUCTURES, fitted, make
 from tests.support.ranks import assert_alike, failures, on_ranks, strided_loader
 from tests.support.snapshots import Snapshot, facts_of, half_trained
 
@@ -203,10 +203,17 @@ def test_a_rank_that_is_killed_leaves_no_other_waiting():
     assert failures(on_ranks(job, 2))
 
 
-def test_the_same_data_on_two_ranks_are_refused():
+@pytest.mark.parametrize("is_search", [False, True])
+def test_the_same_data_on_two_ranks_are_refused(is_search):
+    la = fitted()
+
     # In other batches, which makes no difference.
     def job(rank):
-        posterior().fit(ragged_batches(batch_size=3 if rank else 2))
+        data = ragged_batches(batch_size=3 if rank else 2)
+        if is_search:
+            GridSearch(val_loader=data)(la)
+        else:
+            la.fit(data)
 
     for message in failures(on_ranks(job, 2)):
         assert "Ranks 0 and 1 have the same 8 examples" in message

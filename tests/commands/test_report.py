@@ -42,7 +42,13 @@ SEEING = torch.tensor(8 * [0.45] + 32 * [0.8])
 @pytest.mark.parametrize(
     ("posterior", "spread", "options", "expected"),
     [
-        (SEEING, 0.1, {"temperature": 2.0}, "posterior is better than the temperature"),
+        (
+            SEEING,
+            0.1,
+            {"temperature": 2.0},
+            # By ln(0.45 / 0.187) for eight texts, and ln(0.8 / 0.813) for 32.
+            "posterior is better than the temperature by 0.163 ± 0.057 nats a text",
+        ),
         (MODEST, 0.1, {"temperature": 0.5}, "posterior is better than the temperature"),
         (1 - MODEST, 0.1, {"temperature": 2.0}, "temperature is better than the post"),
         (MODEST, 0.1, {"temperature": 6.0}, "A temperature does as well"),
@@ -78,7 +84,11 @@ def test_the_best_of_each_measure_is_marked():
 
 @pytest.mark.parametrize(
     ("spread", "expected"),
-    [(0.0, "air (80%)"), (0.02, "about the text"), (0.6, "about the weights")],
+    [
+        (0.0, "air (80%)"),
+        (0.02, "100% of the doubt is about the text"),
+        (0.6, "about the weights"),
+    ],
 )
 def test_a_reason_names_what_competes_and_what_the_doubt_is_about(spread, expected):
     found = reason(outcomes_of(MODEST, spread).prediction, 0, NAMES)

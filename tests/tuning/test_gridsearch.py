@@ -276,7 +276,6 @@ def test_each_prior_has_the_noise_that_is_best_for_it(structure, n_outputs):
     history = GridSearch(val_loader=batches, **GRID)(la)
     # The last point is the noise alone.
     *trials, last = history.trials
-    assert len(trials) == GRID["grid_size"]
     for trial in trials:
         losses = []
         for factor in (1.0, 0.99, 1.01):

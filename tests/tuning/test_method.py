@@ -198,10 +198,8 @@ def test_a_priors_unit_is_told_by_eigenvalues(structure):
     assert unit_of_priors(la) == pytest.approx(trace / (2 * 12), rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["agreement", "val_gd"])
-def test_methods_of_classes_refuse_numbers(name):
+def test_methods_of_classes_refuse_numbers():
     la, X = plain_regression()
-    data = "train_loader" if name == "agreement" else "val_loader"
     with pytest.raises(NotImplementedError, match=r"needs classes.*gridsearch"):
-        METHODS[name](**{data: [(X, X[:, :2])]})(la)
+        ValGD(val_loader=[(X, X[:, :2])])(la)
     assert la.sigma_noise.item() == 0.5
