@@ -87,6 +87,8 @@ def test_a_posterior_made_or_read_finds_answers_as_the_first(tmp_path):
     for other in (read, la.for_model(model)):
         other.fit(texts)
         assert other.log_likelihood == la.log_likelihood
+    with pytest.raises(ValueError, match=r"mask_token_id was 7 .* 3"):
+        from_pretrained(model, tmp_path, mask_token_id=3)
 
 
 # Numbers of Python, of numpy and of torch, which are read in different ways.
@@ -108,8 +110,8 @@ def test_it_says_what_it_is_of_and_whether_it_is_fitted():
     size = f"8 weights of {la.n_params:,} parameters"
     assert repr(la) == f"{kind}; {size}; not fitted; prior precision 1)"
     la.fit(ragged_batches())
-    la.prior_precision = 2.5
-    assert repr(la).endswith("; fitted to 8 examples; prior precision 2.5)")
+    la.prior_precision = torch.tensor([1.0, 4.0]).repeat(4)
+    assert repr(la).endswith("; fitted to 8 examples; prior precision 2)")
 
 
 def test_a_summary_counts_the_parameters_that_the_data_determine():

@@ -14,8 +14,8 @@ from tests.support.posteriors import fitted, plain_regression
 
 def test_files_are_those_of_ones_own_adapter_but_for_the_weights_drawn(tmp_path):
     la = fitted(layers_to_transform=[1])
-    folder, last = la.sample_adapters(2, tmp_path)
-    assert [folder.name, last.name] == ["sample_0", "sample_1"]
+    folder, *_, last = la.sample_adapters(10, tmp_path)
+    assert [folder.name, last.name] == ["sample_0", "sample_9"]
     own = tmp_path / "own"
     la.model.model.save_pretrained(own)
     configs = [

@@ -166,9 +166,11 @@ def test_answers_that_the_model_hardly_gives_are_warned_of_once_after_a_fit(
 def test_an_encoder_decoder_answers_after_what_the_batch_gives(eight_texts):
     bart = encoder_decoder("bart")
     given = torch.tensor([[0, 9, 4]])
-    batch = eight_texts | {"decoder_input_ids": given.expand(8, -1)}
     expected = alone(bart, eight_texts, decoder_input_ids=given)
-    assert_exact(LogitsModel(bart, CLASS_TOKEN_IDS)(batch), expected)
+    embedded = bart.get_input_embeddings()(given).detach()
+    for key, value in {"input_ids": given, "inputs_embeds": embedded}.items():
+        batch = eight_texts | {f"decoder_{key}": value.repeat_interleave(8, 0)}
+        assert_exact(LogitsModel(bart, CLASS_TOKEN_IDS)(batch), expected)
 
 
 # --- masked language models -----------------------------------------------------------

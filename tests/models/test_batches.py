@@ -128,6 +128,9 @@ def test_positions_know_what_is_beside_texts():
         assert not positions({"input_ids": ids, "beside": beside}, 4).is_text
     # Windows.
     assert positions(ids, 3).n_tokens is None
+    # Two texts of an example, of which a pooler makes a row each.
+    padded = {"input_ids": ids, "attention_mask": ids.tril()}
+    assert positions(padded, 2).valid(2) is None
 
 
 def test_padding_on_the_left_moves_behind_the_text_with_all_that_lies_by_position():

@@ -7,7 +7,12 @@ from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
 
 from laplace_lora_ext import LowRankKronLoRALaplace
-from laplace_lora_ext.models.lora_layers import Block, find_blocks, looks_trained
+from laplace_lora_ext.models.lora_layers import (
+    Block,
+    find_blocks,
+    is_untrained,
+    looks_trained,
+)
 from tests.support.models import (
     CLASS_TOKEN_IDS,
     TwoLinear,
@@ -161,6 +166,8 @@ def test_an_untrained_adapter_is_warned_of_and_can_be_fitted():
     ((X, y),) = pairs(n=6)
     la.fit([(X, y)])
     assert la(X).isfinite().all()
+    config = LoraConfig(target_modules=["word_embeddings"])  # whose A starts at 0
+    assert is_untrained(find_blocks(get_peft_model(base_model("bert"), config)))
     # One matrix that has left 0 is enough.
     nn.init.normal_(model.second.lora_B["default"].weight)
     with warnings.catch_warnings():

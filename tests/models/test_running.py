@@ -92,10 +92,16 @@ def test_two_threads_are_within_the_model_at_once_where_variances_are_learnt():
     for each in meet(la.model.transformer, uses):
         assert each.shape == (3, N_CLASSES)
     assert [dict(vars(m)) for m in model.modules()] == before
-    # No other thread is within a model that is changed.
-    for other in uses[0], partial(la, batches[1]):
-        found = meet(la.model.transformer, [partial(la, batches[0]), other], 0.2)
+    # No other thread is within a model that is changed, or whose answers hooks read.
+    answering = fitted("gpt2", batches)
+    answering.amortize(batches)
+    answer = partial(answering, batches[0], pred_type="amortized")
+    exact = partial(la, batches[0])
+    for uses in [exact, partial(la, batches[0], pred_type="amortized")], [exact] * 2:
+        found = meet(la.model.transformer, uses, 0.2)
         assert any(isinstance(each, BrokenBarrierError) for each in found)
+    found = meet(answering.model.transformer, [answer] * 2, 0.2)
+    assert any(isinstance(each, BrokenBarrierError) for each in found)
 
 
 def test_who_waits_for_a_turn_alone_is_not_passed_over():
@@ -143,24 +149,27 @@ class Growing(nn.Module):
         super().__init__()
         self.layer = nn.Linear(5, 3)
         self.way = way
-        self.largest = 0.5 if way == "a number" else 4.0
+        self.largest = None if way == "a number" else 4.0
         self.has_run = False  # a flag is no state
-        self.register_buffer("scale", torch.ones(()))
+        if way == "a new tensor":
+            self.scale = torch.ones(())
+        else:
+            self.register_buffer("scale", torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
         self.has_run = True
         largest = x.abs().max().item()
-        if largest > self.largest:
+        if largest > (self.largest or 0.5):
             if self.way == "a buffer in place":
                 self.scale *= 4 / largest
             elif self.way == "a number":
                 self.largest = largest
             else:
                 self.scale = self.scale * 4 / largest
-        return self.layer(x) * self.scale * self.largest
+        return self.layer(x) * self.scale * (self.largest or 0.5)
 
 
-WAYS = ("a buffer in place", "a new buffer", "a number")
+WAYS = ("a buffer in place", "a new tensor", "a number")
 
 
 def growing(way: str) -> nn.Module:
@@ -179,8 +188,9 @@ def state_of(model: nn.Module) -> list:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             state.append((name, id(buffer), copy.deepcopy(buffer).tolist()))
-        numbers = vars(module).items()
-        state += [(name, each) for name, each in numbers if isinstance(each, float)]
+        state += [
+            each for each in vars(module).values() if isinstance(each, float | Tensor)
+        ]
     return state
 
 

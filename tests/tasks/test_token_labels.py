@@ -139,8 +139,10 @@ def test_a_long_text_is_read_alike_by_a_few_tokens_at_a_time(structure, monkeypa
     # Without a mask, all tokens are real.
     unmasked = {"input_ids": long_text["input_ids"]}
     assert_close(la(unmasked), expected[0], **EXACT_OR_NAN)
-    # Of several texts, each by itself.
+    # Of several texts, each by itself; once they are compared with all at once.
+    calls.clear()
     of_first, *_ = la(first_batch())
+    assert len(calls) == 4 + 2 + 3 + 1
     (of_text,) = expected[0]
     assert_close(of_first, of_text, **EXACT_OR_NAN)
 

@@ -85,6 +85,7 @@ def in_place(la: Any) -> nn.Module:
 REFUSED = [
     ({"held_out": 1.0}, "between 0 and 1"),
     ({"held_out": 0.01}, "too few"),
+    ({"held_out": 0.99}, "too few"),
     ({"train_loader": [1, 2]}, "pass a DataLoader"),
     (lambda la: la.model.model, "weights of the"),
     (in_place, "changed"),
