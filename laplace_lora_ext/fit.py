@@ -227,10 +227,10 @@ def loss_of_chance(class_counts: ClassCounts) -> float:
     of_columns: Counter[int] = Counter()
     for (column, _), n_labels in class_counts.items():
         of_columns[column] += n_labels
-    loss = 0.0
-    for (column, _), n_labels in class_counts.items():
-        loss += n_labels * log(of_columns[column] / n_labels)
-    return loss
+    return sum(
+        n_labels * log(of_columns[column] / n_labels)
+        for (column, _), n_labels in class_counts.items()
+    )
 
 
 def sums_over(

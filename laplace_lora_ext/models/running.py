@@ -304,7 +304,9 @@ def evaluating(tree: Tree, adapter: str | None) -> Iterator[None]:
         eagerly = torch.compiler.set_stance("force_eager")
     try:
         for module, _ in others:
-            setattr(module, _ACTIVE, adapter)
+            # PEFT runs no trainable tokens of an adapter that has none.
+            has_own = adapter in getattr(module, "trainable_tokens_delta", (adapter,))
+            setattr(module, _ACTIVE, adapter if has_own else [])
         if training:
             tree.model.eval()
         keep_derivatives(tree)

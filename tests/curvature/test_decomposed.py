@@ -142,10 +142,8 @@ def test_rounding_is_no_remainder_where_nothing_is_left_out():
     delta = torch.tensor(1e-10)
     single = decompose(rounded) + delta
     double = decompose(blocks) + delta.double()
-    for exponent in (-1, -0.5):
-        expected = double.to_matrix(exponent).diagonal().float()
-        found = single.to_matrix(exponent).diagonal()
-        assert_close(found, expected, rtol=1e-2, atol=0)
+    expected = double.to_matrix(-1).diagonal().float()
+    assert_close(single.to_matrix(-1).diagonal(), expected, rtol=1e-2, atol=0)
 
 
 def test_a_spectrum_is_known_again_but_for_rounding():

@@ -156,5 +156,3 @@ def test_layers_that_a_batch_does_not_call_get_no_curvature_from_it():
     # Logits that no layer has made are in no doubt.
     neither, _ = batch_of()
     assert not la.predictive_moments(neither).f_var.any()
-    la.fit([batch_of("texts")], override=False)
-    assert la.n_data == 4 * (len(batches) + 1)

@@ -10,12 +10,15 @@ from laplace_lora_ext.models.adapters import active_again, add_fresh_adapter
 from laplace_lora_ext.models.lora_layers import adapter_layers
 from tests.support.models import lora_model
 from tests.support.posteriors import fitted, plain_regression
+from tests.support.tasks import add_second
 
 
 def test_files_are_those_of_ones_own_adapter_but_for_the_weights_drawn(tmp_path):
     la = fitted(layers_to_transform=[1])
+    add_second(la.model.model)
     folder, *_, last = la.sample_adapters(10, tmp_path)
     assert [folder.name, last.name] == ["sample_0", "sample_9"]
+    assert not (folder / "second").exists()
     own = tmp_path / "own"
     la.model.model.save_pretrained(own)
     configs = [

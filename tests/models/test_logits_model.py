@@ -87,7 +87,6 @@ Output = namedtuple("Output", ["hidden_states", "logits"])
     [
         LOGITS.bfloat16(),
         (LOGITS, "more"),
-        SimpleNamespace(logits=LOGITS),
         SimpleNamespace(logits=(LOGITS, "more")),
         Output(logits=LOGITS, hidden_states=()),
     ],

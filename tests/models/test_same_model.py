@@ -251,6 +251,7 @@ def test_a_posterior_runs_its_own_adapter_whichever_is_active(target, active):
     model = la.model.model
     config = LoraConfig(r=2, target_modules=[target], init_lora_weights=False)
     config.modules_to_save = ["classifier"]
+    config.trainable_token_indices = [1, 3]
     model.add_adapter("other", config)
     model.set_adapter("other")
     model.base_model.model.classifier.modules_to_save["other"].weight.data.mul_(2)

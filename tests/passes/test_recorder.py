@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from laplace_lora_ext.models.batches import part_of
 from laplace_lora_ext.passes.graph import Graph
 from tests.support.dense import EXACT, full_rank
 from tests.support.models import TwoLinear, first_batch, pairs, with_lora
@@ -46,6 +47,12 @@ def test_parts_bring_the_same_numbers(la, monkeypatch):
     wrong = batch | {"labels": batch["labels"] + 5}
     with pytest.raises(ValueError, match="batch 0: labels must be from 0 to 2"):
         la.predictive_statistics([wrong])
+
+
+def test_lists_and_tensors_of_examples_are_divided():
+    batch = {"ids": torch.arange(3), "texts": ["a", "b", "c"], "options": ["x"]}
+    found = part_of(batch, slice(1, 2), 3)
+    assert found == {"ids": torch.tensor([1]), "texts": ["b"], "options": ["x"]}
 
 
 def test_a_long_text_takes_a_few_of_its_vectors_at_a_time(la, monkeypatch):

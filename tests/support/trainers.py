@@ -70,7 +70,7 @@ class Stop(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         self.left -= 1
         if not self.left:
-            raise RuntimeError("killed")
+            raise KeyboardInterrupt("killed")
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
