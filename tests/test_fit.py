@@ -1,8 +1,6 @@
 """A fit is taken over whole or not at all; one by many processes is that by one."""
 
-import os
 import re
-import signal
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -191,16 +189,6 @@ def test_a_rank_that_fails_stops_all_and_nothing_is_lost():
     assert second == "disk is gone"
     # Whoever has not failed says who has, and why.
     assert first == third == "Rank 1 failed. OSError: disk is gone"
-
-
-def test_a_rank_that_is_killed_leaves_no_other_waiting():
-    def job(rank):
-        la = posterior()
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        la.fit(strided_loader())
-
-    assert failures(on_ranks(job, 2))
 
 
 @pytest.mark.parametrize("is_search", [False, True])

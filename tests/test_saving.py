@@ -85,6 +85,7 @@ def test_the_state_of_another_posterior_is_refused_and_changes_nothing(la):
         ({"backend_kwargs": {"rank": 4}}, "rank=3, not 4"),
         ({"backend_kwargs": {"rank": 3, "kfac_approx": "expand"}}, "kfac_approx="),
         ({"model": lora_model("bert", r=3)}, "fitted to another model"),
+        ({"target_modules": ["value"]}, "query.lora_A.weight .*is None"),
         ({"model": another_training()}, "around other LoRA weights"),
     ):
         other = make(**same | options)

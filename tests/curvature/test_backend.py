@@ -74,6 +74,8 @@ def test_settings_are_all_that_a_curvature_depends_on():
     exact = settings | {"stochastic": False}
     la = make(lora_model("bert"), backend_kwargs=exact | draws)
     assert la._structure.settings == exact
+    la = make(lora_model("bert"), "diag", backend_kwargs=draws)
+    assert la._structure.settings == draws
 
 
 LABELS = {"draws": "labels"}

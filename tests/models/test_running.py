@@ -115,9 +115,10 @@ def test_who_waits_for_a_turn_alone_is_not_passed_over():
             is_within.set()
             assert may_leave.wait(20)
 
-    with ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(4) as pool:
         pool.submit(enter, together, "first")
         assert is_within.wait(20)
+        pool.submit(enter, partial(turns.together, "another", nullcontext), "other")
         pool.submit(enter, turns.alone, "alone")
         while not turns._n_waiting:
             sleep(0.001)

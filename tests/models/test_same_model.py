@@ -121,13 +121,15 @@ def test_numbers_from_all_over_a_weight_are_compared_with_a_files(la):
 
 
 def test_a_merge_that_is_undone_rounds_and_a_training_does_more():
-    def weight(factor: float) -> Weight:
+    def weight(factor: float, dtype: str = "float32") -> Weight:
         sample = torch.tensor([1.0, -0.5]).double() * factor
-        return Weight("torch.float32", [2], sample)
+        return Weight(f"torch.{dtype}", [2], sample)
 
     rounding = torch.finfo(torch.float32).eps
     assert weight(1).equals(weight(1 + 10 * rounding))
     assert not weight(1).equals(weight(1 + 30 * rounding))
+    # In half precision the least change is one.
+    assert not weight(1, "bfloat16").equals(weight(1 + 2**-7, "bfloat16"))
 
 
 def scale(model: PeftModel) -> None:
@@ -191,14 +193,6 @@ def test_a_merged_adapter_is_refused_where_no_number_that_is_looked_at_has_moved
         la(first_batch())
     model.unmerge_adapter()  # which rounds, and makes no other model
     la(first_batch())
-
-
-def test_in_half_precision_the_least_change_is_one():
-    la = fitted(model=lora_model("bert", torch.bfloat16))
-    # By a unit or two in the last place.
-    dense_of(la.model.model).weight.data[0, 0] *= 1.01
-    with pytest.raises(RuntimeError, match=DIFFERS):
-        la(first_batch())
 
 
 def test_a_scaling_outside_the_posterior_counts_as_well(tmp_path):
@@ -295,19 +289,12 @@ def test_a_state_is_loaded_under_another_precision_of_the_base():
         other.load_state_dict(la.state_dict())
 
 
-def test_a_state_of_other_layers_or_answers_is_not_loaded():
+def test_a_state_of_other_answers_is_not_loaded():
     la = fitted("gpt2")
-    reversed_answers = {"class_token_ids": CLASS_TOKEN_IDS[::-1]}
-    other_layers = {"class_token_ids": CLASS_TOKEN_IDS, "target_modules": ["c_attn"]}
-    for options, message in (
-        (reversed_answers, r"class_token_ids was \[11, 23, 42\] .*\[42, 23, 11"),
-        (other_layers, r"c_proj\.lora_A\.weight .*is None"),
-    ):
-        other = make(la.model.model, **options, **RANK)
-        with pytest.raises(ValueError, match=message):
-            other.load_state_dict(la.state_dict())
-        # It was refused before anything was taken over.
-        assert other.n_data == 0
+    other = make(la.model.model, class_token_ids=CLASS_TOKEN_IDS[::-1], **RANK)
+    message = r"class_token_ids was \[11, 23, 42\] .*\[42, 23, 11"
+    with pytest.raises(ValueError, match=message):
+        other.load_state_dict(la.state_dict())
 
 
 @pytest.mark.parametrize("modules_to_save", [None, ["wte"]])

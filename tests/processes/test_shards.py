@@ -235,7 +235,6 @@ ALL = list(range(20))
 GIVING = {
     "all, shuffled": ({"shuffle": True}, 20, ALL),
     "no last batch": ({"batch_size": 3, "drop_last": True}, 18, ALL[:18]),
-    "some at random": ({"sampler": RandomSampler(ALL, num_samples=7)}, 7, ALL),
     "with a generator": (
         {"sampler": RandomSampler(ALL, num_samples=7, generator=generator(1))},
         7,

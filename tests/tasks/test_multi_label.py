@@ -110,6 +110,9 @@ def test_drawn_weights_give_sigmoids():
     # A prediction by drawn weights is the mean of what they predict.
     p = la(X, link_approx="mc", generator=generator(), **drawn)
     assert_close(p, samples.mean(0))
+    # The host's bridges know a softmax alone.
+    with pytest.raises(ValueError, match="'bridge' is none of"):
+        la(X, link_approx="bridge")
 
 
 # --- choices of a prior ---------------------------------------------------------------
