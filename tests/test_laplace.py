@@ -46,7 +46,6 @@ def test_likelihood_is_read_off_the_model():
         (3, None, "classification"),
         (1, None, "regression"),
         (2, "regression", "regression"),
-        (3, "single_label_classification", "classification"),
         (3, "multi_label_classification", "multi_label_classification"),
     ):
         model = lora_model("bert", n_labels=n_labels)

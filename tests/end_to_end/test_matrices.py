@@ -217,7 +217,6 @@ def test_names_select_heads():
         ("classifier", DENSE + OUT_PROJ),
         # In the order of the model, whatever that of the names.
         (["out_proj", "dense"], DENSE + OUT_PROJ),
-        ([], []),
     ):
         assert heads_of(make(model, modules_to_save=selection)) == expected
 

@@ -85,5 +85,3 @@ def test_all_is_the_same_without_gradients(structure, mode):
     log_precision = torch.zeros((), dtype=torch.float64, requires_grad=True)
     la.log_marginal_likelihood(log_precision.exp()).backward()
     assert log_precision.grad.isfinite()
-    la.optimize_prior_precision(method="marglik", n_steps=3)
-    assert la.prior_precision.isfinite().all()

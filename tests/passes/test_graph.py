@@ -305,7 +305,7 @@ def test_a_mask_of_what_tokens_attend_to_is_exact_or_refused(n_queries):
 # --- when a proof is made, and what fails ---------------------------------------------
 
 
-@pytest.mark.parametrize("n_examples", [2, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize("n_examples", [2, 3, 8, 9])
 def test_of_any_two_examples_some_seed_has_the_first_alone(n_examples):
     words = codewords(n_examples).double()
     first_alone = words.T @ (1 - words)
