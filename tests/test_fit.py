@@ -231,8 +231,6 @@ def said_by_a_fit(model: nn.Module, loader: Any) -> list[str]:
         warnings.simplefilter("always")
         make(model).fit(loader)
     messages = [str(warning.message) for warning in caught]
-    # Each rank has a part of the data set, which is nothing to be told.
-    assert not [each for each in messages if "its data set has" in each]
     return [each for each in messages if "no better than guessing" in each]
 
 

@@ -50,9 +50,9 @@ def test_parts_bring_the_same_numbers(la, monkeypatch):
 
 
 def test_lists_and_tensors_of_examples_are_divided():
-    batch = {"ids": torch.arange(3), "texts": ["a", "b", "c"], "options": ["x"]}
+    batch = {"ids": torch.arange(3), "texts": ["a", "b", "c"]}
     found = part_of(batch, slice(1, 2), 3)
-    assert found == {"ids": torch.tensor([1]), "texts": ["b"], "options": ["x"]}
+    assert found == {"ids": torch.tensor([1]), "texts": ["b"]}
 
 
 def test_a_long_text_takes_a_few_of_its_vectors_at_a_time(la, monkeypatch):
