@@ -393,7 +393,7 @@ class KronStructure(HostStructure):
 
     @property  # anew each time: it holds weights, and a model may move
     def backend(self) -> Any:
-        likelihood = "classification"
+        likelihood = "regression" if self.task.has_noise else "classification"
         # It collects the parameters that require grad.
         with self.recorder.prepared():
             return CurvlinopsGGN(self.recorder.model, likelihood, **self.options)
