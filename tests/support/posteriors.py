@@ -167,8 +167,9 @@ def stock(
     batches: list[Batch],
     parts: Sequence[str] = ("lora_",),
     dict_key_x: str = "input_ids",
+    likelihood: str = "classification",
 ):
-    """Fit the host's Kron of a classifier over weights with these parts in their names.
+    """Fit the host's Kron over weights with these parts in their names.
 
     It reads a batch's size off `dict_key_x`.
     """
@@ -176,9 +177,7 @@ def stock(
         takes_part = any(part in name for part in parts)
         parameter.requires_grad_(takes_part)
     wrapper = LogitsModel(model)
-    la = laplace.Laplace(
-        wrapper, "classification", "all", "kron", dict_key_x=dict_key_x
-    )
+    la = laplace.Laplace(wrapper, likelihood, "all", "kron", dict_key_x=dict_key_x)
     la.fit(HostLoader(batches))
     return la
 
