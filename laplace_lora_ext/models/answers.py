@@ -204,8 +204,10 @@ def decoder_start(
     """Give the decoder a start token for each text, unless it has an input."""
     if any(inputs.get(key) is not None for key in DECODER_INPUTS):
         return dict(inputs)
-    texts = next(v for v in inputs.values() if isinstance(v, Tensor) and v.ndim > 1)
-    starts = texts.new_full((len(texts), 1), start_token(transformer), dtype=torch.long)
+    tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
+    texts = next(tensor for tensor in tensors if tensor.ndim > 1)
+    start = start_token(transformer)
+    starts = texts.new_full((len(texts), 1), start, dtype=torch.long)
     return {**inputs, "decoder_input_ids": starts}
 
 

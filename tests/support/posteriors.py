@@ -166,8 +166,8 @@ def stock(
     model: nn.Module,
     batches: list[Batch],
     parts: Sequence[str] = ("lora_",),
-    dict_key_x: str = "input_ids",
     likelihood: str = "classification",
+    dict_key_x: str = "input_ids",
 ):
     """Fit the host's Kron over weights with these parts in their names.
 
