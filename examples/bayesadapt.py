@@ -97,21 +97,21 @@ def of_checkpoint(model, train, validation, asked):
 
 def evaluate(la, loader, asked):
     """Write the gym's files: logits by question, and metrics."""
-    logits, labels, questions = [], [], []
+    probs, labels, questions = [], [], []
     for inputs, of_batch, ids in loader:
-        # One draw, whose softmax is the prediction: (batch, 1, classes).
-        logits.append(la(inputs).detach().double().cpu().log()[:, None])
+        probs.append(torch.as_tensor(la.predict_proba(inputs)).double())
         labels.append(of_batch)
         questions += ids
-    logits = torch.cat(logits)
-    found = quality(logits[:, 0].exp(), torch.cat(labels))
+    probs = torch.cat(probs)
+    found = quality(probs, torch.cat(labels))
     names = {"ACC": "accuracy", "ECE": "ece", "NLL": "nll", "Brier": "brier"}
     result = {"seed": asked.seed}
     result |= {new: found[old] for new, old in names.items()}
     folder = asked.output
     folder.mkdir(parents=True, exist_ok=True)
-    by_question = dict(zip(questions, logits, strict=True))
-    torch.save(by_question, folder / f"test_logits_seed{asked.seed}.pt")
+    # One draw, whose softmax is the prediction: (1, classes) of a question.
+    logits = dict(zip(questions, probs.log()[:, None], strict=True))
+    torch.save(logits, folder / f"test_logits_seed{asked.seed}.pt")
     (folder / "metrics.json").write_text(json.dumps([result]))
     return result
 

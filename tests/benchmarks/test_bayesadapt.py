@@ -3,6 +3,7 @@
 import json
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ import transformers
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
+from torch.utils.data import DataLoader
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "bayesadapt.py"
 
@@ -95,10 +97,14 @@ def test_a_checkpoint_of_the_gym_is_what_predicts(run, example, decoder, tmp_pat
             trained[name] = nn.init.normal_(weight.data, std=0.3)
     torch.save(trained, tmp_path / "state_dict.pt")
     _, logits = run(f"--checkpoint={tmp_path}/state_dict.pt")
-    with torch.no_grad():
-        expected = model(**inputs).logits[:, -1]
-    found = torch.cat(list(logits.values()))
-    assert_close(found.argmax(-1), expected.argmax(-1))
+    load = partial(DataLoader, batch_size=4, collate_fn=partial(collate, tokenizer))
+    splits = [load(Questions(split, n_items=12)) for split in ("train", "validation")]
+    asked = SimpleNamespace(checkpoint=tmp_path / "state_dict.pt")
+    la = example.of_checkpoint(model, *splits, asked)
+    test = map(example.with_labels, load(Questions("test", n_items=12)))
+    expected = la.predict_proba(test)
+    found = torch.cat(list(logits.values())).exp()
+    assert_close(found, torch.from_numpy(expected).double())
 
     torch.save({**trained, "lora_of_another": torch.zeros(1)}, tmp_path / "other.pt")
     with pytest.raises(SystemExit, match="of another model: lora_of_another"):
