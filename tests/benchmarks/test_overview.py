@@ -64,6 +64,7 @@ def test_means_over_seeds_and_tasks_of_the_methods_that_are_shown(tmp_path):
     assert against_map["runs"] == 4
     assert against_map["lower_nll"] == 3  # one is the same
     assert against_map["median_nll_difference"] == -1.75
+    assert against_map["highest_nll_difference"] == 0  # where they are the same
     assert against_map["nll_difference"] == -1.375  # of -0.75 and -2
     assert against_map["nll_difference_error"] == 0.625
     assert against_map["lower_ece"] == 0  # all are the same
