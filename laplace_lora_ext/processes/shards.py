@@ -128,7 +128,7 @@ class Share:
         bar = tqdm.tqdm(self.loader, desc=description, disable=not shows_bar)
         for index, batch in enumerate(bar):
             if count() > 1 and not self.is_dealt:  # for `refuse_copies`
-                self._inputs += _sum_of_rows(batch)
+                self._inputs += sum(map(sum, _checksums(batch)))
             yield f"batch {index}", batch
 
     def refuse_copies(self) -> None:
@@ -143,18 +143,30 @@ class Share:
             )
 
 
-def _sum_of_rows(value: Any, mask: Any = None) -> int:
-    """Sum up checksums of a batch's rows, in any order and without their padding."""
+def _checksums(value: Any, mask: Any = None) -> list[list[int]]:
+    """List checksums of the rows of each tensor in a batch, without their padding.
+
+    What is no tensor has one.
+    """
     if isinstance(value, Mapping):
         mask, value = value.get("attention_mask"), list(value.values())
     if isinstance(value, list | tuple):
-        return sum(_sum_of_rows(part, mask) for part in value)
+        return [of_rows for part in value for of_rows in _checksums(part, mask)]
     if not isinstance(value, Tensor) or not value.ndim:
-        return crc32(repr(value).encode())
+        return [[crc32(repr(value).encode())]]
     rows: Any = value.detach().cpu().double()  # NumPy has no bfloat16
-    if mask is not None and value.shape[:2] == mask.shape:
+    if mask is not None and value.shape[: mask.ndim] == mask.shape:
         rows = [row[own.bool()] for row, own in zip(rows, mask.cpu(), strict=True)]
-    return sum(crc32(row.numpy().tobytes()) for row in rows)
+    return [[crc32(row.numpy().tobytes()) for row in rows]]
+
+
+def contents_of(inputs: Any, n_examples: int) -> Tensor:
+    """Number examples `(B,)` by what they hold, copies alike; 0 where nothing tells."""
+    numbers = torch.zeros(n_examples, dtype=torch.long)
+    for of_rows in _checksums(inputs):
+        if len(of_rows) == n_examples:
+            numbers += torch.tensor(of_rows)
+    return numbers
 
 
 def data_size(loader: Any) -> int | None:
@@ -273,6 +285,7 @@ def divide(
     held_out: float,
     groups: Tensor,
     generator: torch.Generator | None = None,
+    contents: Tensor | None = None,
 ) -> Division:
     """Divide a loader's examples, holding out some of them.
 
@@ -280,27 +293,34 @@ def divide(
     leaves out are not used. Without a generator, every call holds out the same. Groups
     `(N,)` of the examples, such as their classes, are each held out in proportion, and
     never to the last example: with many groups of one example, fewer are held out.
-    Call `check_divisible` first.
+    Copies, which have the same number in `contents` `(N,)`, are held out together, by
+    the first one's group. Call `check_divisible` first.
     """
     data = loader.dataset
     places = examples_of(loader)
+    if contents is None:
+        contents = torch.arange(len(places))
+    first_of: dict[int, int] = {}
+    firsts = [first_of.setdefault(of, own) for own, of in enumerate(contents.tolist())]
+    distinct = list(first_of.values())
     if generator is None:
         generator = torch.Generator().manual_seed(0)
-    numbers = groups.unique(return_inverse=True)[1]
+    numbers = groups[distinct].unique(return_inverse=True)[1]
     order = of_first(_mixed(numbers, generator)).tolist()
     group_of = numbers.tolist()
     # The last example of each group stays, for the rest to learn from.
     last = {group_of[example]: example for example in order}
     held = [example for example in order if last[group_of[example]] != example]
-    held = held[: round(held_out * len(places))]
+    held = held[: round(held_out * len(distinct))]
     if not held:
         raise ValueError(
-            f"No class has examples enough, among {len(places)}, to hold out one "
+            f"No class has examples enough, among {len(distinct)}, to hold out one "
             "and learn from another."
         )
-    rest = sorted(set(range(len(places))) - set(held))
-    places_held = sorted(places[held].tolist())
-    to_learn = select_examples(data, places[rest].tolist())
+    chosen = {distinct[example] for example in held}
+    is_held = torch.tensor([first in chosen for first in firsts])
+    places_held = places[is_held].tolist()
+    to_learn = select_examples(data, places[~is_held].tolist())
     return Division(to_learn, select_examples(data, places_held), places_held)
 
 

@@ -22,6 +22,7 @@ from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.processes.shards import (
     Division,
     check_divisible,
+    contents_of,
     divide,
     in_order,
     in_order_like,
@@ -104,29 +105,33 @@ class Examples:
     def divided(
         self, la: Any, held_out: float, generator: torch.Generator | None
     ) -> Division:
-        """Hold out a share of each class."""
+        """Hold out a share of each class, and copies of a text together."""
         # First, since groups take a pass over the data.
         check_divisible(self.loader, held_out)
-        return divide(self.loader, held_out, self._groups(la), generator)
+        groups, contents = self._groups_and_contents(la)
+        return divide(self.loader, held_out, groups, generator, contents)
 
-    def _groups(self, la: Any) -> Tensor:
-        """Number examples' groups `(N,)`, such as their classes."""
+    def _groups_and_contents(self, la: Any) -> tuple[Tensor, Tensor | None]:
+        """Number examples' groups `(N,)`, such as their classes, and what they hold."""
         everything = self.all
-        one_group = torch.zeros(len(everything), dtype=torch.long)
-        if la.task.has_tokens or la.task.has_noise:
-            return one_group  # texts and numbers have no class
+        # Texts and numbers have no class.
+        has_classes = not (la.task.has_tokens or la.task.has_noise)
 
-        def targets_of(batch: Any) -> Columns:
-            _, targets = la.model.split(batch)
-            return (targets.cpu(),)
+        def of_batch(batch: Any) -> Columns:
+            X, targets = la.model.split(batch)
+            # Annotators may have given a text several labels.
+            contents = contents_of(la.model.unlabelled(X), len(targets))
+            return (contents, targets.cpu()) if has_classes else (contents,)
 
         with same_random_states():
-            (targets,) = over_loader(self.batches(everything), targets_of)
+            contents, *targets = over_loader(self.batches(everything), of_batch)
+        one_group = torch.zeros(len(everything), dtype=torch.long)
         # What is held out is whole examples of the data set, and these may be whole
         # batches.
-        if len(targets) != len(everything):
-            return one_group
-        return la.task.groups(targets)
+        if len(contents) != len(everything):
+            return one_group, None
+        known = contents if contents.all() else None
+        return la.task.groups(*targets) if has_classes else one_group, known
 
 
 # --- a training -----------------------------------------------------------------------

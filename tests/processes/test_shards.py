@@ -320,6 +320,18 @@ def test_classes_are_held_out_in_proportion_and_never_to_the_last():
         assert sorted(two_of_each[held].tolist()) == list(range(10))
 
 
+def test_copies_are_held_out_together():
+    copies = torch.tensor([5, 7, 5, 9, 7, 5, 8, 6, 7, 4])
+    loader = DataLoader(list(range(10)))
+    for seed in SEEDS:
+        one_class = torch.zeros(10, dtype=torch.long)
+        rest, held, _ = divide(loader, 0.3, one_class, generator(seed), copies)
+        assert sorted([*rest.indices, *held.indices]) == list(range(10))
+        of_held = set(copies[held.indices].tolist())
+        assert len(of_held) == 2  # of six
+        assert not of_held & set(copies[rest.indices].tolist())
+
+
 def test_each_example_of_a_class_is_as_likely_to_be_held_out():
     classes = torch.arange(3).repeat_interleave(torch.tensor([2, 7, 11]))
     share, n_seeds = 0.25, 300

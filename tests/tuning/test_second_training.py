@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Subset, SubsetRandomSampler
 
@@ -130,8 +131,25 @@ def test_each_example_that_a_loader_gives_is_trained_on_or_held_out(
     train = Training()
     choose = SecondTraining(train=train, train_loader=given, held_out=0.4)
     choose(la)
-    assert len(Examples.of_loader(given)._groups(la)) == len(places)
+    groups, _ = Examples.of_loader(given)._groups_and_contents(la)
+    assert len(groups) == len(places)
     rest, held, _ = Examples.of_loader(given).divided(la, 0.4, None)
     assert sorted([*rest.indices, *held.indices]) == list(places)
     assert len(held) == n_held_out
     assert list(train.seen.indices) == list(rest.indices)
+
+
+def test_copies_are_held_out_together_whatever_their_padding_and_label(la):
+    texts = [*Texts(6)]
+    copies = [
+        {
+            name: pad(value, (0, 2)) if value.ndim else (value + 1) % 3
+            for name, value in text.items()
+        }
+        for text in texts
+    ]
+    given = DataLoader(texts + copies, batch_size=1)
+    rest, held, _ = Examples.of_loader(given).divided(la, 0.4, None)
+    of_held = {place % 6 for place in held.indices}
+    assert len(held) == 2 * len(of_held) == 4
+    assert not of_held & {place % 6 for place in rest.indices}
