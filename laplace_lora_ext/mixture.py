@@ -30,7 +30,7 @@ from laplace_lora_ext.tuning import build
 from laplace_lora_ext.tuning.gridsearch import GridMethod
 from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
 
-_DESCRIPTION = "laplace_mixture.json"
+DESCRIPTION = "laplace_mixture.json"
 
 
 class LaplaceMixture(Predictor):
@@ -216,13 +216,13 @@ class LaplaceMixture(Predictor):
                 "these posteriors one by one."
             )
         # It is written last: a folder without it holds no mixture, only parts.
-        Path(folder, _DESCRIPTION).unlink(missing_ok=True)
+        Path(folder, DESCRIPTION).unlink(missing_ok=True)
         for member, name in zip(self.members, names, strict=True):
             # PEFT gives any adapter but "default" a folder of its own.
             parent = Path(folder, name) if name == "default" else Path(folder)
             member.save_pretrained(write_adapter(models[0], name, {}, parent))
         content = json.dumps({"members": names}).encode()
-        write_whole(Path(folder, _DESCRIPTION), content)
+        write_whole(Path(folder, DESCRIPTION), content)
 
     @classmethod
     def from_pretrained(
@@ -248,7 +248,7 @@ class LaplaceMixture(Predictor):
         ValueError
             If files are parts, or an adapter or the base model is not that of the fit.
         """
-        content = Path(folder, _DESCRIPTION).read_text(encoding="utf-8")
+        content = Path(folder, DESCRIPTION).read_text(encoding="utf-8")
         names = json.loads(content)["members"]
         if not isinstance(model, PeftModel):
             model = PeftModel.from_pretrained(

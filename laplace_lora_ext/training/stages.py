@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from copy import copy
 from dataclasses import dataclass
 from itertools import islice, product
@@ -28,7 +28,7 @@ from laplace_lora_ext.laplace import Laplace, has_answers
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.metrics import compare
-from laplace_lora_ext.mixture import LaplaceMixture
+from laplace_lora_ext.mixture import DESCRIPTION, LaplaceMixture
 from laplace_lora_ext.models.adapters import (
     active_again,
     add_fresh_adapter,
@@ -70,7 +70,12 @@ _DECISIVE = (
     "lr_scheduler_type",
     "warmup_steps",
     "weight_decay",
+    "label_smoothing_factor",
+    "max_grad_norm",
+    "adam_beta1",
+    "adam_beta2",
 )
+_OF_ADAPTER = ("lora_alpha", "lora_dropout", "use_rslora")
 
 _MEMBER = "member_{}"  # adapters of a mixture but the first, which is the user's
 
@@ -287,9 +292,11 @@ def train_in_stages(
         set_seed(args.seed + number)
 
     la, history = training.run(train, division, held_out, members)
-    trainer.save_model()
-    if trainer.args.should_save:
+    if args.should_save:
+        # An earlier run's mixture would still be read.
+        Path(output, DESCRIPTION).unlink(missing_ok=True)
         la.save_pretrained(output)
+    trainer.save_model()  # last, since it may upload the folder
     trainer.state.log_history = log
     trainer.log(_figures(trainer, la, history))
     trainer.save_state()
@@ -359,6 +366,8 @@ def _train_or_read(
     adapter = str(model.active_adapter)
     # As text: types are lost in a file.
     deciding = {name: str(getattr(trainer.args, name)) for name in _DECISIVE}
+    config = model.peft_config[adapter]
+    deciding |= {name: str(getattr(config, name)) for name in _OF_ADAPTER}
     deciding["held-out examples"] = identity
     # Rank 0 looks for all: others may have disks of their own, or see a file that it is
     # writing.
@@ -438,10 +447,11 @@ def _figures(trainer: Any, la: Predictor, history: TuningHistory) -> dict[str, f
     if task.has_noise:
         noises = [member.sigma_noise.item() for member in la.members]
         figures["laplace_sigma_noise"] = fmean(noises)
-    # A dictionary is of several data sets, and each would need figures of its own.
-    if trainer.eval_dataset is None or isinstance(trainer.eval_dataset, dict):
+    data = trainer.eval_dataset
+    # Streams have no length, and a dictionary's data sets would need figures each.
+    if not isinstance(data, Sized) or isinstance(data, dict):
         return figures
-    loader = loader_of(trainer, trainer.eval_dataset)
+    loader = loader_of(trainer, data)
     if task.writes:  # of texts the NLL of a token
         return figures | {"eval_laplace_nll": nll_of_tokens(la, loader)}
     for name, figure in compare(la, loader).posterior.items():

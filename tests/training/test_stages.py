@@ -3,13 +3,20 @@
 import json
 import os
 from copy import copy
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    SubsetRandomSampler,
+)
 
 from laplace_lora_ext import (
     GridSearch,
@@ -19,6 +26,7 @@ from laplace_lora_ext import (
     train_in_stages,
 )
 from laplace_lora_ext.metrics import compare, quality
+from laplace_lora_ext.saving import FILE
 from laplace_lora_ext.training import stages
 from laplace_lora_ext.training.stages import choose_priors, joined
 from tests.support.matrices import plain
@@ -47,6 +55,13 @@ class Learnable(Texts):
         told = index % 3
         text["input_ids"] = torch.where(is_real, 10 + told, text["input_ids"])
         return text | {"labels": torch.tensor(told if index % 5 else 0)}
+
+
+class Stream(IterableDataset):
+    """Texts without a length."""
+
+    def __iter__(self):
+        return iter(TEXTS)
 
 
 def labelled(labels: Tensor) -> list[Batch]:
@@ -225,6 +240,20 @@ def test_all_is_in_the_output_folder_and_the_logs(tmp_path):
     renamed = PeftModel.from_pretrained(fresh_base(), folder, "mine")
     assert_close(from_pretrained(renamed, folder)(BATCH), other(BATCH))
 
+    # Of one member in the same folder nothing is left of the mixture.
+    alone = trainer_of(tmp_path, eval_data=Stream())
+    save_model = alone.save_model
+
+    def upload(*args: Any, **options: Any) -> None:
+        """Save a checkpoint, or in the end all that is in the folder."""
+        assert args or (tmp_path / FILE).exists()
+        save_model(*args, **options)
+
+    alone.save_model = upload
+    train_in_stages(alone)
+    with pytest.raises(FileNotFoundError):
+        LaplaceMixture.from_pretrained(fresh_base(), tmp_path)
+
 
 # --- runs that were killed ------------------------------------------------------------
 
@@ -289,6 +318,10 @@ def test_a_run_goes_on_as_it_began_alone(tmp_path):
         "optim": "sgd",
         "lr_scheduler_type": "cosine",
         "warmup_steps": 1,
+        "label_smoothing_factor": 0.1,
+        "max_grad_norm": 2.0,
+        "adam_beta1": 0.8,
+        "adam_beta2": 0.9,
         "data": TEXTS[7:] + TEXTS[:7],
     }
     for name, value in changes.items():
@@ -301,6 +334,10 @@ def test_a_run_goes_on_as_it_began_alone(tmp_path):
         with pytest.raises(ValueError, match=f"(?i){message}"):
             train_in_stages(trainer, resume_from_checkpoint=True)
         assert watch.steps == []
+    other = trainer_of(tmp_path)
+    other.model.peft_config["default"].lora_alpha = 99
+    with pytest.raises(ValueError, match="this one has 99"):
+        train_in_stages(other, resume_from_checkpoint=True)
 
 
 # --- what cannot work -----------------------------------------------------------------
