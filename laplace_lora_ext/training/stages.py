@@ -234,7 +234,7 @@ def train_in_stages(
         and a `train_dataset` that has a length
     held_out : float, default=0.2
         the share of the texts that the first stage holds out, between 0 and 1: of each
-        class as of all, but never its last text
+        class as of all, but never its last text. Copies of a text stay together
     members : int, default=1
         how many adapters to train on the same base model. All hold out the same texts,
         which choose the prior of their mixture; each costs as much as the first

@@ -16,6 +16,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers import Trainer
 
 from laplace_lora_ext.models.adapters import find_peft_model, read_adapter
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
@@ -83,7 +84,7 @@ class Examples:
                 "model_init makes a new model in each training: give the trainer a "
                 "model."
             )
-        if trainer.optimizer is not None and not trainer.state.global_step:
+        if _was_given_optimizer(trainer):
             raise ValueError(
                 "The trainer was given an optimizer, but each training needs one of "
                 "its own: choose it in the arguments (optim, learning_rate), or pass "
@@ -132,6 +133,21 @@ class Examples:
             return one_group, None
         known = contents if contents.all() else None
         return la.task.groups(*targets) if has_classes else one_group, known
+
+
+def _was_given_optimizer(trainer: Any) -> bool:
+    """Tell whether a trainer's optimizer is none that it would make again."""
+    if trainer.optimizer is None:
+        return False
+    if not trainer.state.global_step:
+        return True
+    makes_others = type(trainer).create_optimizer is not Trainer.create_optimizer
+    if makes_others or trainer.optimizer_cls_and_kwargs is not None:
+        return False
+    # The one that it has trained with may be its own, which has the arguments' rate.
+    own = trainer.args.learning_rate
+    groups = trainer.optimizer.param_groups
+    return any(group.get("initial_lr", own) != own for group in groups)
 
 
 # --- a training -----------------------------------------------------------------------

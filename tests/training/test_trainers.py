@@ -1,6 +1,7 @@
 """The user's own trainer trains again, and is as before."""
 
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,7 +15,12 @@ from transformers import LlamaForSequenceClassification, ProgressCallback, set_s
 
 from laplace_lora_ext import Laplace, train_in_stages
 from laplace_lora_ext.models.lora_layers import is_untrained
-from laplace_lora_ext.training.trainers import loader_of, train_with, without_trace
+from laplace_lora_ext.training.trainers import (
+    Examples,
+    loader_of,
+    train_with,
+    without_trace,
+)
 from tests.support.models import VOCABULARY, llama
 from tests.support.posteriors import fitted
 from tests.support.ranks import Texts
@@ -71,6 +77,18 @@ def test_afterwards_a_trainer_and_its_callbacks_are_as_before(tmp_path):
     assert [getattr(trainer, name) for name in KEPT] == before
     assert trainer.state.log_history == log
     assert bar.training_bar == "of the training that goes on"
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_an_optimizer_that_was_given_cannot_be_made_again(tmp_path, is_given):
+    trainer = trainer_of(tmp_path)
+    if is_given:
+        weights = [each for each in trainer.model.parameters() if each.requires_grad]
+        trainer.optimizer = torch.optim.AdamW(weights, lr=0.1)
+    trainer.train()
+    expected = pytest.raises(ValueError, match="given an optimizer")
+    with expected if is_given else nullcontext():
+        Examples.of_trainer(trainer)
 
 
 def test_a_second_training_has_an_adapter_of_its_own(tmp_path, monkeypatch):
