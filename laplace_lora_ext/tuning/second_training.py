@@ -59,7 +59,7 @@ class SecondTraining(TuningMethod):
         out are not used
     held_out : float, default=0.2
         the share of the examples to hold out, between 0 and 1: of each class as of all,
-        but never its last example
+        but never its last example. Copies of a text stay together
     generator : torch.Generator, optional
         for the examples to hold out; if omitted, every call holds out the same
     init_prior_prec : float or torch.Tensor, default=1.0
