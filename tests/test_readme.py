@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import shlex
 from functools import partial
@@ -32,7 +33,9 @@ EMOTIONS = ["anger", "joy", "optimism", "sadness"]
 
 def tweets(*_: str) -> DatasetDict:
     """Make texts in place of those that are on the hub."""
-    texts = PROMPTS * (N_TEXTS // len(PROMPTS))
+    generator = random.Random(0)
+    words = " ".join(PROMPTS).split()
+    texts = [" ".join(generator.choices(words, k=8)) for _ in range(N_TEXTS)]
     labels = [number % len(EMOTIONS) for number in range(N_TEXTS)]
     features = Features({"text": Value("string"), "label": ClassLabel(names=EMOTIONS)})
     rows = Dataset.from_dict({"text": texts, "label": labels}, features)

@@ -314,8 +314,8 @@ def divide(
     held = held[: round(held_out * len(distinct))]
     if not held:
         raise ValueError(
-            f"No class has examples enough, among {len(distinct)}, to hold out one "
-            "and learn from another."
+            f"No class has examples enough, among {len(distinct)} distinct ones, to "
+            "hold out one and learn from another."
         )
     chosen = {distinct[example] for example in held}
     is_held = torch.tensor([first in chosen for first in firsts])
