@@ -244,7 +244,8 @@ def held_out(pretrained: Pretrained) -> Split:
     """Hold out a fifth of each class, so that none is missing where there are few."""
     records = pretrained.data[TRAIN]
     batches = pretrained.loader(records)
-    division = divide(batches, HELD_OUT, labels_of(records))
+    # Our draws have no copies, but for one text in 1,540 of banking77.
+    division = divide(batches, HELD_OUT, labels_of(records), torch.arange(len(records)))
     return Split(list(division.rest), list(division.held))
 
 

@@ -284,8 +284,8 @@ def divide(
     loader: DataLoader,
     held_out: float,
     groups: Tensor,
+    contents: Tensor,
     generator: torch.Generator | None = None,
-    contents: Tensor | None = None,
 ) -> Division:
     """Divide a loader's examples, holding out some of them.
 
@@ -298,11 +298,12 @@ def divide(
     """
     data = loader.dataset
     places = examples_of(loader)
-    if contents is None:
-        contents = torch.arange(len(places))
-    first_of: dict[int, int] = {}
-    firsts = [first_of.setdefault(of, own) for own, of in enumerate(contents.tolist())]
-    distinct = list(first_of.values())
+    first_with: dict[int, int] = {}
+    first_copy = [
+        first_with.setdefault(content, example)
+        for example, content in enumerate(contents.tolist())
+    ]
+    distinct = list(first_with.values())
     if generator is None:
         generator = torch.Generator().manual_seed(0)
     numbers = groups[distinct].unique(return_inverse=True)[1]
@@ -318,7 +319,7 @@ def divide(
             "hold out one and learn from another."
         )
     chosen = {distinct[example] for example in held}
-    is_held = torch.tensor([first in chosen for first in firsts])
+    is_held = torch.tensor([first in chosen for first in first_copy])
     places_held = places[is_held].tolist()
     to_learn = select_examples(data, places[~is_held].tolist())
     return Division(to_learn, select_examples(data, places_held), places_held)

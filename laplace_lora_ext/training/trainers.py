@@ -110,9 +110,9 @@ class Examples:
         # First, since groups take a pass over the data.
         check_divisible(self.loader, held_out)
         groups, contents = self._groups_and_contents(la)
-        return divide(self.loader, held_out, groups, generator, contents)
+        return divide(self.loader, held_out, groups, contents, generator)
 
-    def _groups_and_contents(self, la: Any) -> tuple[Tensor, Tensor | None]:
+    def _groups_and_contents(self, la: Any) -> tuple[Tensor, Tensor]:
         """Number examples' groups `(N,)`, such as their classes, and what they hold."""
         everything = self.all
         # Texts and numbers have no class.
@@ -126,13 +126,15 @@ class Examples:
 
         with same_random_states():
             contents, *targets = over_loader(self.batches(everything), of_batch)
-        one_group = torch.zeros(len(everything), dtype=torch.long)
+        groups = torch.zeros(len(everything), dtype=torch.long)
+        numbers = torch.arange(len(everything))
         # What is held out is whole examples of the data set, and these may be whole
         # batches.
         if len(contents) != len(everything):
-            return one_group, None
-        known = contents if contents.all() else None
-        return la.task.groups(*targets) if has_classes else one_group, known
+            return groups, numbers
+        if has_classes:
+            groups = la.task.groups(*targets)
+        return groups, contents if contents.all() else numbers
 
 
 def _was_given_optimizer(trainer: Any) -> bool:

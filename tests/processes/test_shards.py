@@ -297,7 +297,9 @@ def held_out(groups: Tensor, share: float, seed: int) -> Sequence[int]:
     n = len(groups)
     everything = list(range(n))
     loader = DataLoader(everything, batch_size=4)
-    rest, held, of_data = divide(loader, share, groups, generator(seed))
+    rest, held, of_data = divide(
+        loader, share, groups, torch.arange(n), generator(seed)
+    )
     assert of_data == held.indices
     assert sorted([*rest.indices, *held.indices]) == everything
     return held.indices
@@ -325,7 +327,7 @@ def test_copies_are_held_out_together():
     loader = DataLoader(list(range(10)))
     for seed in SEEDS:
         one_class = torch.zeros(10, dtype=torch.long)
-        rest, held, _ = divide(loader, 0.3, one_class, generator(seed), copies)
+        rest, held, _ = divide(loader, 0.3, one_class, copies, generator(seed))
         assert sorted([*rest.indices, *held.indices]) == list(range(10))
         of_held = set(copies[held.indices].tolist())
         assert len(of_held) == 2  # of six

@@ -86,8 +86,8 @@ def test_an_optimizer_that_was_given_cannot_be_made_again(tmp_path, is_given):
         weights = [each for each in trainer.model.parameters() if each.requires_grad]
         trainer.optimizer = torch.optim.AdamW(weights, lr=0.1)
     trainer.train()
-    expected = pytest.raises(ValueError, match="given an optimizer")
-    with expected if is_given else nullcontext():
+    refused = pytest.raises(ValueError, match="given an optimizer")
+    with refused if is_given else nullcontext():
         Examples.of_trainer(trainer)
 
 
