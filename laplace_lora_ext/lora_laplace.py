@@ -507,10 +507,11 @@ class LoRALaplace(Posterior, Predictor):
             the host's word for predictions of the linearised model, the only ones that
             searches score
         method : str or TuningMethod
-            start with "agreement"; "second_training" is the surest, if there is time to
-            train twice. "gridsearch" and "val_gd" need validation data; "marglik" needs
-            none at all. Each name stands for an object of `laplace_lora_ext.tuning`,
-            which explains the method and its options; you can also pass such an object
+            "gridsearch" and "val_gd" need texts that the model hasn't seen, and
+            "second_training" needs time to train again. "marglik" needs no data, and
+            "agreement" the training texts: both may be far off. Each name stands for an
+            object of `laplace_lora_ext.tuning`, which explains the method and its
+            options; you can also pass such an object
         verbose : bool, default=False
             print the result
         **options

@@ -184,8 +184,8 @@ def data_size(loader: Any) -> int | None:
 def examples_of(loader: Any) -> Tensor:
     """Return the indices `(N,)` of the examples that a pass over a loader gives.
 
-    They are sorted, and each is there once. Other examples of the data set may be
-    validation or test data. A loader that draws gives the same ones in every call. Of
+    They are sorted, and each is there once, those that `drop_last` drops among them.
+    Other examples of the data set may be validation or test data. A loader that draws gives the same ones in every call. Of
     draws with replacement they are all that can be drawn.
     """
     for sampler in _samplers(loader):
@@ -242,6 +242,8 @@ def _of_all_ranks(sampler: Any) -> Any:
             own[name] = _of_all_ranks(value)
         elif isinstance(value, _GENERATORS):
             own[name] = deepcopy(value)
+    if "drop_last" in own:  # shuffled, other examples would be left out next time
+        own.update(drop_last=False)
     if "num_replicas" in own:  # torch's word
         n_examples = len(sampler.dataset)
         own.update(num_replicas=1, rank=0)

@@ -234,7 +234,7 @@ ALL = list(range(20))
 # Of twenty examples: options of a loader, and how many of which it gives.
 GIVING = {
     "all, shuffled": ({"shuffle": True}, 20, ALL),
-    "no last batch": ({"batch_size": 3, "drop_last": True}, 18, ALL[:18]),
+    "no last batch": ({"batch_size": 3, "drop_last": True, "shuffle": True}, 20, ALL),
     "with a generator": (
         {"sampler": RandomSampler(ALL, num_samples=7, generator=generator(1))},
         7,
