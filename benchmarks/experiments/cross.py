@@ -117,7 +117,7 @@ class Trial:
         """Predict the held-out and the test texts with each prior precision."""
         # All priors at once: a stock curvature takes passes for its predictions.
         by_set = {
-            name: predicted(la, data, prior_precisions, LINK)
+            name: predicted(la, data, prior_precisions, [LINK])
             for name, data in data_of(la, self.loaders, [LINK]).items()
         }
         predictions = []

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -141,25 +143,34 @@ def data_of(
 
 
 def predicted(
-    la: LoRALaplace, data: Data, prior_precisions: Sequence[Tensor], link: str
+    la: LoRALaplace,
+    data: Data,
+    prior_precisions: Iterable[Tensor],
+    links: Sequence[str],
 ) -> list[Tensor]:
-    """Predict a data set with each of several prior precisions, in one pass at most."""
+    """Predict a data set by each prior precision and link, in one pass at most."""
     if isinstance(data, PredictiveStatistics):
-        return [
-            probabilities(la, data.moments(prior_precision), link)
-            for prior_precision in prior_precisions
-        ]
+        return _by_links(la, map(data.moments, prior_precisions), links)
     of_batches = []
     for batch in data:
         # Priors change no Jacobian.
         Js, f_mu = la.recorder.jacobians(la.model.unlabelled(batch))
-        of_priors = []
-        for prior_precision in prior_precisions:
-            la.prior_precision = prior_precision
-            moments = Moments(f_mu, la.functional_variance(Js))
-            of_priors.append(probabilities(la, moments, link))
-        of_batches.append(of_priors)
+        under = partial(_moments_under, la, Js, f_mu)
+        of_batches.append(_by_links(la, map(under, prior_precisions), links))
     return [torch.cat(parts) for parts in zip(*of_batches, strict=True)]
+
+
+def _moments_under(
+    la: LoRALaplace, Js: Tensor, f_mu: Tensor, prior_precision: Tensor
+) -> Moments:
+    la.prior_precision = prior_precision
+    return Moments(f_mu, la.functional_variance(Js))
+
+
+def _by_links(
+    la: LoRALaplace, moments: Iterable[Moments], links: Sequence[str]
+) -> list[Tensor]:
+    return [probabilities(la, each, link) for each in moments for link in links]
 
 
 def predictions(
@@ -174,18 +185,20 @@ def predictions(
         assert isinstance(la, LowRankKronLoRALaplace)  # what others have none of
         statistics_of_training = la.predictive_statistics(train)
     data = data_of(la, loaders, LINKS)
-    for prior in PRIORS:
-        if prior.reads and statistics_of_training is None:
-            continue
-        chosen = prior.choose(la, statistics_of_training)
-        for link in LINKS:
-            by_chosen = {}
-            for name, of_set in data.items():
-                (by_chosen[name],) = predicted(la, of_set, [chosen], link)
-            regret = None
-            # Otherwise each factor would need a backward pass for every text.
-            if isinstance(data[TEST], PredictiveStatistics):
-                factors = [factor * chosen for factor in FACTORS]
-                tried = predicted(la, data[TEST], factors, link)
-                regret = regret_of(by_chosen[TEST], tried, labels)
-            yield Prediction(by_chosen, prior, link, geometric_mean(chosen), regret)
+    chosen_by = {
+        prior: prior.choose(la, statistics_of_training)
+        for prior in PRIORS
+        if statistics_of_training is not None or not prior.reads
+    }
+    chosen = list(chosen_by.values())
+    by_set = {name: predicted(la, data[name], chosen, LINKS) for name in data}
+    for place, (prior, link) in enumerate(product(chosen_by, LINKS)):
+        by_chosen = {name: of_set[place] for name, of_set in by_set.items()}
+        regret = None
+        # Otherwise each factor would need a backward pass for every text.
+        if isinstance(data[TEST], PredictiveStatistics):
+            factors = [factor * chosen_by[prior] for factor in FACTORS]
+            tried = predicted(la, data[TEST], factors, [link])
+            regret = regret_of(by_chosen[TEST], tried, labels)
+        precision = geometric_mean(chosen_by[prior])
+        yield Prediction(by_chosen, prior, link, precision, regret)

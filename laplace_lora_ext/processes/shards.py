@@ -185,8 +185,9 @@ def examples_of(loader: Any) -> Tensor:
     """Return the indices `(N,)` of the examples that a pass over a loader gives.
 
     They are sorted, and each is there once, those that `drop_last` drops among them.
-    Other examples of the data set may be validation or test data. A loader that draws gives the same ones in every call. Of
-    draws with replacement they are all that can be drawn.
+    Other examples of the data set may be validation or test data. A loader that draws
+    gives the same ones in every call. Of draws with replacement they are all that can
+    be drawn.
     """
     for sampler in _samplers(loader):
         if getattr(sampler, "replacement", False):

@@ -1,5 +1,6 @@
 """What priors predict: from statistics, by passes, and by TFB's rule."""
 
+from itertools import combinations, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,26 +19,28 @@ N_CLASSES = 10
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
-@pytest.mark.parametrize("link", LINKS)
-def test_several_priors_predict_many_classes_as_each_does_alone(structure, link):
+def test_several_priors_and_links_predict_many_classes_as_each_does_alone(structure):
     batches = ragged_batches(n_classes=N_CLASSES)
     la = fitted(
         model=lora_model("bert", n_labels=N_CLASSES),
         batches=batches,
         structure=structure,
     )
-    tried = [torch.tensor([value]) for value in (0.01, 300.0)]
+    tried = [torch.tensor([value]) for value in (1e-4, 1e-3)]
     data = data_of(la, {"texts": batches}, LINKS)
-    first, last = predicted(la, data["texts"], tried, link)
+    several = predicted(la, data["texts"], tried, LINKS)
     la.n_contrasts = N_CLASSES - 1
-    for prior_precision, found in zip(tried, (first, last), strict=True):
+    for (prior_precision, link), found in zip(
+        product(tried, LINKS), several, strict=True
+    ):
         la.prior_precision = prior_precision
         of_batches = [la(without_labels(each), link_approx=link) for each in batches]
         # Statistics are kept in float32.
         expected = torch.cat(of_batches).detach().double()
         assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
     # Otherwise any of them would do.
-    assert not torch.allclose(first, last, rtol=1e-4, atol=1e-5)
+    for one, other in combinations(several, 2):
+        assert not torch.allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_tfbs_rule_takes_the_smallest_prior_precision_that_changes_few_classes():
