@@ -111,7 +111,7 @@ class PredictArguments(PosteriorArguments):
     output: str = _required("file of JSON lines")
     all_columns: bool = _argument("write all columns of a row too", False)
     amortized: bool = _argument(
-        "in one forward pass a text, after calibrate --amortize", False
+        "without backward passes, after calibrate --amortize", False
     )
     resume: bool = _argument("go on where an interrupted run has stopped", False)
 

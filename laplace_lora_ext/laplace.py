@@ -60,9 +60,10 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         back-propagates the loss of a whole text at once. `score` predicts, by draws
         of the weights
     backend_kwargs : dict, optional
-        `rank` (10), `kfac_approx` ("gradient"), `tail` (True), `stochastic` (False
-        for the exact Fisher), `draws` ("signs"), `num_samples` (2 backward passes),
-        `seed` (0); for the paper's settings pass `laplace_lora_ext.PAPER_SETTINGS`
+        `rank` (10), `kfac_approx` ("gradient"), `tail` (True), `stochastic` (draws
+        where they take fewer passes; False is exact), `draws` ("signs"), `num_samples`
+        (2 backward passes), `seed` (0); for the paper's settings pass
+        `laplace_lora_ext.PAPER_SETTINGS`
     **kwargs
         all others as for `LoRALaplace`
 
@@ -318,7 +319,8 @@ def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRA
     Parameters
     ----------
     model : torch.nn.Module
-        the fitted model, with its adapter, head and base
+        the fitted model, with its adapter, head and base, in the same wrapper: a
+        `PeftModel` if it was one
     folder : str or Path
         with the posterior's file
     **kwargs

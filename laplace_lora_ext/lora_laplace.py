@@ -106,9 +106,9 @@ class LoRALaplace(Posterior, Predictor):
         a `PeftModel`, or any module that holds plain LoRA layers and maps a batch to
         logits
     likelihood : str
-        "classification", "regression", "multi_label_classification",
-        "token_classification" (but for "kron"), "reward_modeling" or, for
-        "lowrank_kron" alone, "language_modeling"
+        "classification", "regression", "reward_modeling", but for "kron"
+        "multi_label_classification" and "token_classification", and for
+        "lowrank_kron" alone "language_modeling"
     dict_key_y : str, default="labels"
         the key of a batch's labels
     backend_kwargs : dict, optional
@@ -531,7 +531,8 @@ class LoRALaplace(Posterior, Predictor):
         TypeError
             If the method lacks an option, or doesn't know one.
         NotImplementedError
-            For "val_gd" with another structure than "lowrank_kron".
+            For "agreement" and "val_gd" of numbers, or with another structure than
+            "lowrank_kron".
         """
         check_name("pred_type", pred_type, ["glm"])
         history = build(method, options, self.task)(self)
@@ -683,7 +684,7 @@ class LoRALaplace(Posterior, Predictor):
         ------
         ValueError
             If there are fewer than three examples, or the likelihood is
-            "reward_modeling".
+            "reward_modeling" or "language_modeling".
         """
         return amortize(self, loader, unlabelled, progress_bar, generator)
 
@@ -846,7 +847,7 @@ class LoRALaplace(Posterior, Predictor):
         Raises
         ------
         TypeError
-            If `backend_kwargs` hold what is no tensor, number or text.
+            If `metadata` or `backend_kwargs` hold what is no tensor, number or text.
         """
         write_state(self.state_dict(), folder)
 

@@ -271,6 +271,8 @@ class Predictor:
             If the posterior predicts no classes or labels, the trainer has trained
             another model or can't train again, there is an
             adapter of that name, or there are no texts.
+        NotImplementedError
+            If a text has several labels, as tokens do.
 
         References
         ----------
@@ -282,7 +284,7 @@ class Predictor:
         if first.task.has_tokens:
             raise NotImplementedError(
                 "A student learns one distribution a text, and the likelihood "
-                '"token_classification" has one a token: use la.amortize.'
+                f"{first.likelihood!r} has one a token."
             )
         return students.distill(
             self.members,
@@ -358,8 +360,8 @@ class Predictor:
 
         The mean of their softmax probabilities is the prediction of `pred_type="nn"`
         with as many samples and a generator in the same state, if `logit_scale`
-        multiplies their logits too, which an adapter can't. LoRA weights outside the
-        posterior, and trained modules such as a head, are saved with their MAP values.
+        multiplies their logits too, which an adapter can't. What the posterior is not
+        over, such as most heads, is saved with its MAP values.
         A mixture divides the draws among its members, the first ones getting the rest.
 
         A prior precision that suits the linearised model is often far too small for

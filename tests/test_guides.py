@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
 from tests.support.models import N_CLASSES, lora_model, ragged_batches
@@ -44,9 +45,13 @@ def test_answers_of_several_tokens(tmp_path):
         run(code, names, "answers.md")
         assert_probabilities(names["probs"])
     batch, *_ = names["loader"]
-    loss = names["AnswerTrainer"].compute_loss(None, names["model"], batch)
+    compute_loss = names["AnswerTrainer"].compute_loss
+    loss = compute_loss(None, names["model"], batch)
     # Otherwise nothing would be learnt from it.
     assert loss.requires_grad
+    # As evaluations ask for it.
+    loss, outputs = compute_loss(None, names["model"], batch, return_outputs=True)
+    assert_close(loss, cross_entropy(outputs["logits"], batch["labels"]))
 
 
 # --- labels ---------------------------------------------------------------------------

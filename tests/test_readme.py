@@ -26,7 +26,7 @@ from tests.support.trainers import trainer_of
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-QUICK_START, FOR_LAPLACE_TORCH = [code for _, code in FENCE.findall(README)]
+QUICK_START, READ_BACK, FOR_LAPLACE_TORCH = [code for _, code in FENCE.findall(README)]
 N_TEXTS = 300  # as many as the quick start takes
 EMOTIONS = ["anger", "joy", "optimism", "sadness"]
 
@@ -57,7 +57,9 @@ def test_the_quick_start_runs_as_it_stands(tmp_path, monkeypatch, capsys):
     table, _, queue = capsys.readouterr().out.partition("are decided alone.")
     assert re.search("trained(.|\n)+posterior", table)
     assert len(re.findall(r"^  \S", queue, re.MULTILINE)) == 3
-    assert (tmp_path / "emotions" / "laplace_posterior.safetensors").exists()
+    names = {}
+    run(READ_BACK, names, "README.md")
+    assert names["la"].n_outputs == len(EMOTIONS)
 
 
 @pytest.mark.filterwarnings("ignore")  # of models that have learnt nothing

@@ -54,6 +54,12 @@ _FEW = 10  # texts that may be right in another order by accident
 def calibrate(arguments: CalibrateArguments) -> None:
     """Fit, choose the prior, save, and print the model beside its posterior."""
     folder = Path(arguments.output or arguments.adapter)
+    # A folder of the name of the hub's would hide the adapter's tokenizer there.
+    if arguments.output is None and not folder.is_dir():
+        raise ValueError(
+            f"{folder} is no folder: name one for the posterior by --output, and later "
+            "by --posterior."
+        )
     check_new(str(folder / FILE), arguments.overwrite)
     loaded = load(arguments)
     train = loaded.batches(*loaded.labelled_texts(arguments.train))

@@ -50,6 +50,11 @@ def test_without_validation_texts_agreement_chooses(options, refusal, capsys):
     assert "no texts were held out" in capsys.readouterr().out
 
 
+def test_a_posterior_of_the_hub_s_adapter_needs_a_folder(options, refusal):
+    message = refusal("calibrate", adapter="user/name", train=options["train"])
+    assert "user/name is no folder" in message
+
+
 def test_names_in_another_order_are_no_better_than_guessing(options, refusal):
     message = refusal("calibrate", **(options | {"class_names": NAMES[::-1]}))
     assert "Are --class_names in the order of the model's outputs?" in message
