@@ -273,7 +273,6 @@ def test_ranks_compare_the_loss_of_all_with_the_labels_of_all():
     ("likelihood", "y", "expected"),
     [
         ("classification", [0, 2, 2, 2], [(1, 3)]),
-        ("classification", [2, 2], []),
         # A coin, whichever of two texts is said to be preferred.
         ("reward_modeling", [0, 0, 0, 0], [(2, 2)]),
         (

@@ -72,8 +72,6 @@ def test_another_posterior_of_the_same_kind_has_the_same_options():
         posterior.fit(ragged_batches())
     assert [each.name for each in other.blocks] == [each.name for each in la.blocks]
     assert other.log_marginal_likelihood() == same.log_marginal_likelihood()
-    regression, _ = plain_regression()
-    assert regression.for_model(regression.model.model).sigma_noise == 0.5
 
 
 def test_a_posterior_made_or_read_finds_answers_as_the_first(tmp_path):
@@ -109,9 +107,11 @@ def test_it_says_what_it_is_of_and_whether_it_is_fitted():
     kind = "LowRankKronLoRALaplace(classification by BertForSequenceClassification"
     size = f"8 weights of {la.n_params:,} parameters"
     assert repr(la) == f"{kind}; {size}; not fitted; prior precision 1)"
+    la.logit_scale = 2.5
     la.fit(ragged_batches())
     la.prior_precision = torch.tensor([1.0, 4.0]).repeat(4)
-    assert repr(la).endswith("; fitted to 8 examples; prior precision 2)")
+    said = "; fitted to 8 examples; prior precision 2; logit scale 2.5)"
+    assert repr(la).endswith(said)
 
 
 def test_a_summary_counts_the_parameters_that_the_data_determine():

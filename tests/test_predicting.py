@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_lora_ext import Moments, from_pretrained
+from laplace_lora_ext import Moments
 from tests.support.models import ragged_batches
 from tests.support.posteriors import fitted, generator
 
@@ -75,12 +75,3 @@ def test_learnt_variances_are_scaled_with_the_logits(la, batch):
     # What is learnt is the same, whatever the scale.
     la.amortize(texts)
     assert_close(la(batch, **options), found)
-
-
-def test_it_is_shown_and_saved_and_survives_a_fit(la, batch, tmp_path):
-    la.logit_scale = SCALE
-    la.fit(ragged_batches())
-    assert "logit scale 2.5" in repr(la)
-    la.save_pretrained(tmp_path)
-    read = from_pretrained(la.model.model, tmp_path)
-    assert torch.equal(read(batch), la(batch))

@@ -20,7 +20,6 @@ BY_SEMICOLONS = b'text;label\r\n"red sky, a; b; c; d; e; f";0;;\r\nblue rose;1\r
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("plain.csv", TABLE.encode()),
         ("PLAIN.CSV", TABLE.encode()),
         ("excel.csv", TABLE.encode("utf-8-sig")),
         ("excel_in_german.csv", BY_SEMICOLONS),

@@ -47,10 +47,3 @@ def test_what_is_seen_whole_is_counted_without_a_warning(unfitted):
         for loader in loaders:
             unfitted.fit(loader)
             assert unfitted.n_data == 6
-
-
-def test_drop_last_counts_what_was_seen_and_warns(unfitted):
-    loader = DataLoader(EXAMPLES, batch_size=4, drop_last=True)
-    with pytest.warns(UserWarning, match=r"4 examples.*data set has 6"):
-        unfitted.fit(loader)
-    assert unfitted.n_data == 4

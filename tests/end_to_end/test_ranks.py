@@ -1,27 +1,15 @@
 """Everything after a fit, by many processes as by one."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.testing import assert_close
 
 from tests.support.dense import full_rank
-from tests.support.models import Batch, lora_model, one_by_one
+from tests.support.models import Batch, one_by_one
 from tests.support.posteriors import GRID, generator, make
-from tests.support.ranks import assert_alike, dealt, failures, on_ranks, strided_loader
+from tests.support.ranks import assert_alike, dealt, on_ranks
 from tests.support.tasks import TASKS
-
-
-def fitted():
-    """Fit a posterior to the texts of this rank."""
-    la = make(lora_model("bert"), **full_rank())
-    la.fit(strided_loader())
-    return la
-
-
-# --- every task and every method ------------------------------------------------------
 
 
 def examples_of(name: str) -> list[Batch]:
@@ -91,39 +79,3 @@ def test_everything_is_as_by_one_process(name, structure):
     found = on_ranks(job, 2)
     # Statistics are in float32, and sums are in another order.
     assert_alike(found, job(), rtol=1e-4, atol=1e-6, equal_nan=True)
-
-
-def test_without_a_generator_ranks_choose_alike_too():
-    def job(rank):
-        torch.manual_seed(rank)
-        la = fitted()
-        history = la.optimize_prior_precision(
-            method="val_gd", val_loader=strided_loader(), n_steps=10
-        )
-        return la.prior_precision, history.prior_precision, history.objective
-
-    results = on_ranks(job, 2)
-    # Though each had a random state of its own.
-    assert_close(results[0], results[1], rtol=0, atol=0)
-
-
-def a_loader_that_fails() -> Iterator:
-    yield from []
-    raise ZeroDivisionError("division by zero")
-
-
-def test_an_error_in_a_search_leaves_all_prior_precisions_as_they_were():
-    def job(rank):
-        la = fitted()
-        before = la.prior_precision.clone()
-        # On one rank only: the other must not wait for it.
-        loader = strided_loader() if rank == 1 else a_loader_that_fails()
-        try:
-            la.optimize_prior_precision(method="agreement", train_loader=loader)
-        finally:
-            assert torch.equal(la.prior_precision, before)
-
-    assert failures(on_ranks(job, 2)) == [
-        "division by zero",
-        "Rank 0 failed. ZeroDivisionError: division by zero",
-    ]

@@ -32,13 +32,11 @@ class Returning(nn.Module):
 # --- what a model is called with ------------------------------------------------------
 
 
-@pytest.mark.parametrize("key", ["label", "labels", "answer"])
-def test_labels_never_reach_the_model_and_other_options_do(batch, bert, key):
+def test_labels_never_reach_the_model_and_other_options_do(batch, bert):
     batch["output_hidden_states"] = True
-    batch |= dict.fromkeys(["label", key], batch["labels"])
+    batch |= dict.fromkeys(["label", "answer"], batch["labels"])
     calls = record_calls(bert.base_model.model)
-    model = LogitsModel(bert, dict_key_y=key)
-    model(batch)
+    LogitsModel(bert, dict_key_y="answer")(batch)
     # PEFT passes all of its own arguments on, most of them None.
     given = {name for name, value in calls[0].items() if value is not None}
     # A label that arrived would make the model compute a loss.

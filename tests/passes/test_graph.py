@@ -192,7 +192,6 @@ CASES = {
 } | {
     "texts, shared rows": (on_tokens(shared(3)), texts((3, 3), (2, 5), (1, 3))),
     "called twice": (called_twice, numbers((4, 3))),
-    "examples that count for others": (contrast, numbers((4, 3), (3, 3))),
     "no example alone": (needs_pairs, numbers((4, 3), (3, 3))),
     # What the first batch does not show: no gradient comes to the first layer;
     "gated": (gated, squares("gate", 0.0, 0.0, 1.0, 2.0)),
@@ -437,16 +436,15 @@ def test_operations_that_take_one_seed_give_the_same_by_single_seeds(x):
     assert len([each for each in messages if "one by one" in each]) == 1
 
 
-@pytest.mark.parametrize("error", [ValueError("theirs"), RuntimeError("theirs")])
-def test_errors_of_a_model_are_not_taken_for_what_batching_can_not_do(error):
+def test_errors_of_a_model_are_not_taken_for_what_batching_can_not_do():
     model = plain_model()
     la = make(model)
 
     def fail(gradient: Tensor) -> None:
-        raise error
+        raise RuntimeError("theirs")
 
     failing = model.register_forward_hook(lambda *call: _Through.apply(call[-1], fail))
-    with failing, pytest.raises(type(error), match="theirs"):
+    with failing, pytest.raises(RuntimeError, match="theirs"):
         la.fit(pairs())
     assert la.recorder.taps.is_batchable is not False
 
