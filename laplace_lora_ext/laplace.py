@@ -137,8 +137,9 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             in which precision to keep them
         link_approx : str, default="mean_field"
             link that they are for. Those for "probit" are of all outputs, by C passes,
-            and serve every link; so do all of up to nine classes, and of numbers. Of
-            more classes "mean_field" and "mc" need some alone (`n_contrasts`)
+            and serve every link; so do all of numbers and, unless `n_contrasts` asks
+            for fewer, of up to nine classes. Of more "mean_field" and "mc" need some
+            alone
 
         Returns
         -------
@@ -148,8 +149,12 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         Raises
         ------
         ValueError
-            If the loader is empty, labels don't fit, only some batches have labels, or
-            a number is not finite. The message names the batch.
+            If the loader is empty, only some batches have labels, or in a batch, which
+            the message names, labels don't fit or a number is not finite.
+        RuntimeError
+            If the model has changed since the fit.
+        NotImplementedError
+            For free text.
         """
         self.task.check_linearised()
         self._check_H_init()
@@ -201,8 +206,8 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         for row in zip(names, self._sizes, priors, determined, strict=True):
             name, size, prior, number = row
             rows.append(f"{name:{width}}  {size:10,}  {prior:15.4g}  {number:10.1f}")
-        if not self._has_variance:
-            rows.append("The weights do not vary: only logit_scale makes it less sure.")
+        if not self.has_variance:
+            rows.append("The weights do not vary: there is no epistemic uncertainty.")
         return "\n".join(rows)
 
 
@@ -325,7 +330,7 @@ def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRA
         with the posterior's file
     **kwargs
         for the posterior's class, such as `dict_key_y`, or a `prior_precision` in place
-        of the file's
+        of the file's. Answers are the file's: leave out `class_texts`
 
     Returns
     -------

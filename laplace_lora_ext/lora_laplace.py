@@ -142,7 +142,7 @@ class LoRALaplace(Posterior, Predictor):
         refused beside them
     **kwargs
         as for the host's class of the same structure: `prior_precision`, `prior_mean`,
-        `sigma_noise`, `temperature`, `dict_key_x` and so on
+        `sigma_noise` and `temperature`
 
     Attributes
     ----------
@@ -155,7 +155,8 @@ class LoRALaplace(Posterior, Predictor):
     mean : torch.Tensor
         `(parameters,)`, the LoRA weights at the fit
     loss : torch.Tensor
-        `()`, negative log-likelihood of the training data
+        `()`, negative log-likelihood of the training data; of a regression half the
+        sum of squares
     n_data : int
         number of training examples; 0 before a fit
     n_outputs : int
@@ -168,8 +169,8 @@ class LoRALaplace(Posterior, Predictor):
     learnt_variance : LearntVariance or None
         what `amortize` has learnt of the present fit
     prior_precision : torch.Tensor
-        `(1,)`, `(blocks,)` or, with "diag", `(parameters,)`; positive and finite, as
-        are the three that follow
+        `(1,)`, `(blocks,)` or, with "diag" and "full", `(parameters,)`; positive and
+        finite, as are the three that follow
     sigma_noise : torch.Tensor
         `()`, the standard deviation of a regression's noise
     temperature : float
@@ -184,10 +185,9 @@ class LoRALaplace(Posterior, Predictor):
         numbers and text that the posterior's file is to hold too, such as how texts
         were read; `laplace-lora` keeps the classes' names there
     n_contrasts : int or None, default=None
-        for the links "mean_field" and "mc" with more than nine classes: how many
-        classes to compare with the most probable one, by a backward pass each. None
-        takes as many as matter, at most 8, and the rest to vary like these; C - 1 are
-        exact
+        for the links "mean_field" and "mc": how many classes to compare with the most
+        probable one, by a backward pass each. None takes as many as matter, at most 8,
+        and the rest to vary like these; C - 1 are exact
 
     Raises
     ------
@@ -303,7 +303,7 @@ class LoRALaplace(Posterior, Predictor):
         fitted = f"fitted to {self.n_data:,} examples" if self.n_data else "not fitted"
         prior = self.prior_precision.log().mean().exp().item()
         scale = "" if self.logit_scale == 1 else f"; logit scale {self.logit_scale:.4g}"
-        variance = "" if self._has_variance else "; without variance"
+        variance = "" if self.has_variance else "; without variance"
         return (
             f"{type(self).__name__}({self.likelihood} by {model}; {len(self.blocks)} "
             f"weights of {self.n_params:,} parameters; {fitted}; prior precision "
@@ -353,8 +353,8 @@ class LoRALaplace(Posterior, Predictor):
         In a `torch.distributed` process group, call this on every rank, each with its
         own shard of the data (a `DistributedSampler`, or a loader that Accelerate
         prepared): all ranks end with the posterior of all data. The same goes for
-        `predictive_statistics` and `optimize_prior_precision`. Each rank makes its own
-        predictions.
+        whatever reads a data set, such as `optimize_prior_precision`, `amortize`,
+        `predict` and `compare`. Of a batch each rank makes its own predictions.
 
         Parameters
         ----------
@@ -426,8 +426,8 @@ class LoRALaplace(Posterior, Predictor):
         """Set an attribute; refuse numbers that make no Gaussian."""
         if name in _POSITIVE:
             check_positive(name, value)
-            if isinstance(value, Tensor) and value.is_inference():
-                value = value.clone()  # nothing could change it later
+            if isinstance(value, Tensor):
+                value = value.clone()  # that others hold, or that nothing could change
             self._posterior_scale = None  # that is made with the old value
         if name == "prior_precision":
             self._smallest_prior = None  # not looked at yet
@@ -444,7 +444,7 @@ class LoRALaplace(Posterior, Predictor):
         return kept[1]
 
     @property
-    def _has_variance(self) -> bool:
+    def has_variance(self) -> bool:
         """Tell whether the weights vary: not under a prior precision of 1e12.
 
         Searches end there where a `logit_scale` alone, a temperature, is best. Of a
@@ -564,8 +564,8 @@ class LoRALaplace(Posterior, Predictor):
             the host's, and "amortized": as "glm", with the variances that `amortize`
             has learnt
         joint : bool, default=False
-            for regression and rewards: one covariance of all outputs of all examples
-            together, `(B C, B C)`
+            for regression and rewards: one mean `(B C,)` and one covariance `(B C,
+            B C)` of all outputs of all examples together
         link_approx : {"probit", "mc", "mean_field", "bridge", "bridge_norm"}
             the host's, and "mean_field" (Lu, Ie & Sha, 2020): it takes the covariance
             between logits into account, as "mc" does, but draws no samples
@@ -574,7 +574,7 @@ class LoRALaplace(Posterior, Predictor):
         diagonal_output : bool, default=False
             for "mc": draw each logit by itself, without the covariance between them
         generator : torch.Generator, optional
-            for whatever is drawn
+            for whatever is drawn; where weights are, on the model's device
         fitting : bool, default=False
             predict what the training's loss reads: of reward models probabilities of
             preferences instead of rewards, of several labels probabilities `(B, K, 2)`
@@ -585,8 +585,9 @@ class LoRALaplace(Posterior, Predictor):
         torch.Tensor or tuple of torch.Tensor
             probabilities `(B, C)`, of K labels one each, `(B, K)`, or of labels of
             tokens `(B, T, C)`, nan at padding; for regression and rewards mean `(B, C)`
-            and covariance `(B, C, C)` of the model's outputs, in which the noise of
-            targets is not: add `sigma_noise**2`, or use `predict`
+            and covariance `(B, C, C)` of the model's outputs (by "nn", or with
+            `diagonal_output`, variances `(B, C)`), in which the noise of targets is
+            not: add `sigma_noise**2`, or use `predict`
 
         Notes
         -----
@@ -613,7 +614,7 @@ class LoRALaplace(Posterior, Predictor):
                 if task.has_noise:
                     return samples.mean(0), samples.var(0)
                 return task.class_logits(samples).softmax(-1).mean(0)
-            if by_gradients and not self._has_variance:
+            if by_gradients and not self.has_variance:
                 self.check_model()
                 with torch.no_grad():
                     logits = self.logit_scale * self.model(x)
@@ -658,8 +659,8 @@ class LoRALaplace(Posterior, Predictor):
         draws, by 17 forward passes for each text, and averages their noise. With
         `pred_type="amortized"`, `la(batch)`, `la.predict(...)` and
         `la.predict_proba(...)` then use these variances, with every link. They are
-        saved with the posterior, and refused when its fit or its prior precision
-        changes.
+        saved with the posterior, and refused when its fit, its prior precision, its
+        noise or its temperature changes.
 
         Parameters
         ----------
@@ -672,7 +673,8 @@ class LoRALaplace(Posterior, Predictor):
         progress_bar : bool, default=False
             whether to show one
         generator : torch.Generator, optional
-            of the CPU, for swapped tokens; by default the same in every call
+            of the CPU, for swapped tokens, whose first seed also decides draws of the
+            weights; by default the same in every call
 
         Returns
         -------
@@ -683,7 +685,7 @@ class LoRALaplace(Posterior, Predictor):
         Raises
         ------
         ValueError
-            If there are fewer than three examples, or the likelihood is
+            If fewer than three examples have any variance, or the likelihood is
             "reward_modeling" or "language_modeling".
         """
         return amortize(self, loader, unlabelled, progress_bar, generator)
@@ -788,7 +790,7 @@ class LoRALaplace(Posterior, Predictor):
     ) -> Tensor:
         """Draw probabilities or numbers.
 
-        Parameters are as for `functional_samples`.
+        Parameters are as for `functional_samples`, but `joint`.
         """
         samples = self.functional_samples(
             x, pred_type, n_samples, diagonal_output, generator

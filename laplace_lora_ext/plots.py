@@ -214,7 +214,7 @@ def reliability(
 def risk_coverage(results: Outcomes, ax: Axes | None = None) -> Axes:
     """Draw the share of errors among the surest answers against how many are kept.
 
-    Parameters and result are those of `reliability`.
+    Parameters and result are those of `reliability`, but `n_bins`.
     """
     ax = _axes(ax)
     for name, probabilities in results.probabilities.items():

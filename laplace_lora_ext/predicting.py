@@ -99,7 +99,7 @@ class Predictor:
         link_approx : {"mean_field", "probit", "mc"}, default="mean_field"
             link for the probabilities; numbers need none
         n_samples : int, default=1000
-            draws of the logits, for entropies and variances of classes
+            draws of the logits, for entropies and for the link "mc"
         generator : torch.Generator, optional
             all batches of a data set get the same draws from it
         pred_type : {"glm", "amortized"}
@@ -208,15 +208,15 @@ class Predictor:
         For scikit-learn's tools.
 
         Parameters and errors are those of `predict`; nothing is drawn but for the link
-        "mc". A likelihood without classes is refused by a `ValueError`.
+        "mc", by a generator of its own unless you pass one. A likelihood without
+        classes is refused by a `ValueError`.
         """
         self.members[0].task.check_classes()
         # Draws serve entropies too, which nobody asks for here: without "mc", one is
         # enough.
         n_samples = 1000 if link_approx == "mc" else 1
-        prediction = self.predict(
-            x, link_approx, n_samples, torch.Generator(), **options
-        )
+        drawn = {"n_samples": n_samples, "generator": torch.Generator()}
+        prediction = self.predict(x, link_approx, **drawn | options)
         assert isinstance(prediction, Prediction)
         return prediction.probabilities.detach().cpu().numpy()
 
@@ -272,7 +272,7 @@ class Predictor:
             another model or can't train again, there is an
             adapter of that name, or there are no texts.
         NotImplementedError
-            If a text has several labels, as tokens do.
+            For labels of tokens, and free text.
 
         References
         ----------
@@ -312,7 +312,8 @@ class Predictor:
             models with weights drawn from the posterior, S, of which `sample_adapters`
             writes the like; 0 scores the trained model itself. A mixture divides them
             among its members, the first ones getting the rest. Scoring takes `1 + S`
-            forward passes, and the memory of a few logits `(N, V)` whatever S is
+            forward passes (of a mixture one a member, and S), and the memory of a few
+            logits `(N, V)`; from 1,024 tokens on also the last hidden states of S draws
         generator : torch.Generator, optional
             for the draws: with the same state, another batch gets the same draws
 
@@ -358,11 +359,11 @@ class Predictor:
 
         For a multi-adapter server, say.
 
-        The mean of their softmax probabilities is the prediction of `pred_type="nn"`
-        with as many samples and a generator in the same state, if `logit_scale`
-        multiplies their logits too, which an adapter can't. What the posterior is not
-        over, such as most heads, is saved with its MAP values.
-        A mixture divides the draws among its members, the first ones getting the rest.
+        The mean of their softmax probabilities is a posterior's prediction by
+        `pred_type="nn"` with as many samples and a generator in the same state, if
+        `logit_scale` multiplies their logits too, which an adapter can't. What the
+        posterior is not over, such as most heads, is saved with its MAP values. A
+        mixture divides the draws among its members, the first ones getting the rest.
 
         A prior precision that suits the linearised model is often far too small for
         drawn weights: compare larger ones by `la(batch, pred_type="nn")`.
@@ -372,17 +373,17 @@ class Predictor:
         n_samples : int
             how many adapters to write
         directory : str or Path
-            gets one folder for each draw, "sample_0" and so on, with a configuration
-            and safetensors that `PeftModel.from_pretrained` loads
+            gets one folder for each draw, "sample_0" and so on
         generator : torch.Generator, optional
-            for the draws
+            for the draws, on the model's device
         **kwargs
             of `PeftModel.save_pretrained`, such as `save_embedding_layers`
 
         Returns
         -------
         list of Path
-            the folders
+            where `PeftModel.from_pretrained` finds each: of an adapter that is not
+            "default", a folder of its name within
 
         Raises
         ------

@@ -214,7 +214,9 @@ def _with_saved(arguments: ModelArguments) -> ModelArguments:
         raise ValueError(
             f"{place} holds no posterior: make one by laplace-lora calibrate."
         ) from error
-    for field in fields(TextArguments) if saved else ():
+    for field in fields(TextArguments):
+        if field.name not in saved:  # fitted in Python
+            continue
         of_fit, given = saved[field.name], getattr(arguments, field.name)
         if given not in (None, of_fit):
             raise ValueError(

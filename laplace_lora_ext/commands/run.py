@@ -148,7 +148,7 @@ def predict(arguments: PredictArguments) -> None:
         for batch in loaded.batches(texts[n_done:]):
             logits, prediction = predict_both(la, batch, pred_type)
             trained = la.task.class_logits(logits).softmax(-1)
-            for line in _lines(loaded, prediction, trained):
+            for line in _lines(loaded, prediction, trained, la.has_variance):
                 row, text = rows[n_done], texts[n_done]
                 n_done += 1
                 shown = {"id": row.get("id", n_done), "text": text, **line}
@@ -159,7 +159,9 @@ def predict(arguments: PredictArguments) -> None:
             file.flush()
 
 
-def _lines(loaded: Loaded, prediction: Prediction, trained: torch.Tensor) -> list[Row]:
+def _lines(
+    loaded: Loaded, prediction: Prediction, trained: torch.Tensor, has_variance: bool
+) -> list[Row]:
     """Say what is predicted of each text of a batch."""
     lines = []
     for number, probabilities in enumerate(prediction.probabilities.tolist()):
@@ -173,7 +175,8 @@ def _lines(loaded: Loaded, prediction: Prediction, trained: torch.Tensor) -> lis
                 ),
                 # Without variance nothing is known of it, which is not 0.
                 "epistemic_entropy": prediction.epistemic_entropy[number].item()
-                or None,
+                if has_variance
+                else None,
                 "trained_model": trained[number, label].item(),
             }
         )

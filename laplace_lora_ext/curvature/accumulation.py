@@ -141,7 +141,8 @@ class LowRankKronGGN:
     Raises
     ------
     ValueError
-        For an unknown `kfac_approx`, or a rank or seed that is negative or not whole.
+        For unknown `kfac_approx` or `draws`, or numbers that are too small or not
+        whole.
     """
 
     rank: int = 10
@@ -263,8 +264,8 @@ class Structure:
 class LowRankKronStructure(Structure):
     """Kronecker factors: dense on the small side, low-rank on the large one.
 
-    A `NotImplementedError` for "expand", where weights have no rows or a text has
-    several labels.
+    A `NotImplementedError` for "expand", where weights have no rows or tokens have
+    labels.
     """
 
     def __post_init__(self) -> None:

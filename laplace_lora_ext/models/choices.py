@@ -199,7 +199,8 @@ class DataCollatorForChoices:
         Raises
         ------
         ValueError
-            If the examples have unequal numbers of choices.
+            If the examples have unequal numbers of choices, or one leaves no token of
+            `max_length` to the prompt.
         """
         tokens: list[Tensor] = []
         counts: list[Tensor] = []

@@ -136,8 +136,8 @@ class Taps:
     receive : callable or None
         takes what a tap hands on, in the backward pass that runs now
     proven : dict
-        size of the largest batch that proved a layer's rows to be each example's own,
-        by the layer's site and by how many times it was called
+        by a layer's site and how many times it was called: the bit length of the size
+        of the batch that last proved its rows to be each example's own
     examples_apart : bool
         whether rows of some batch were not each example's own, or none are seen
     is_batchable : bool or None
@@ -468,8 +468,8 @@ def is_proven(graph: Graph) -> bool:
     or more examples, and in each until every layer has had a gradient. Sizes don't tell
     what rows other batches have, such as those of images: each of them is proven.
 
-    The taps note the size of the largest batch that proved a site. A gradient that
-    is not finite is a `ValueError`.
+    The taps note what has proved a site. A gradient that is not finite is a
+    `ValueError`.
     """
     positions = graph.positions
     assert positions is not None

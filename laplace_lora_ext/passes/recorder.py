@@ -289,7 +289,7 @@ class Recorder:
     def visit_jacobians(
         self, batch: Any, visit: Visit, directions: Directions = every_output
     ) -> Tensor:
-        """Make Jacobians of a few blocks at a time, by one forward and backward pass.
+        """Make Jacobians of a few blocks at a time, by one forward pass.
 
         `visit`, without autocast, receives indices of blocks of one shape and place,
         and their Jacobians `(blocks, B, C, r, d)`, small side first, 0 where the logits

@@ -92,7 +92,7 @@ class Posterior(ParametricLaplace):
     learnt_variance: LearntVariance | None
     H: Any
     # Whether weights vary: not where a search has chosen a temperature alone.
-    _has_variance: bool
+    has_variance: bool
 
     predictive_statistics: Callable[..., Any]  # which "lowrank_kron" alone has
     for_model: Callable[[nn.Module], Any]  # of the same class
@@ -112,7 +112,7 @@ class Posterior(ParametricLaplace):
         Parameters
         ----------
         x : Mapping or torch.Tensor
-            inputs of B examples, as for a call
+            inputs of B examples, as for a call; with labels of tokens a row for each
         joint : bool, default=False
             one covariance of all examples together: a pair of tensors, `(B * C,)` and
             `(B * C, B * C)`
@@ -149,7 +149,7 @@ class Posterior(ParametricLaplace):
                 covariance = padded_to(covariance, n_directions)
             return Moments(f_mu, covariance)
 
-        if not self._has_variance:
+        if not self.has_variance:
             with self.model.forward_passes():
                 f_mu = self.model(x)
             # Pairs have two rewards in a fit, and a text has one.

@@ -239,6 +239,7 @@ def statistics_of_batch(
     Without `contrasts` of all outputs. A structure whose statistics don't serve any
     prior needs to know the `priors`.
     """
+    la.task.check_linearised()
     la.check_model()
     X, y = la.model.split_if_labelled(batch)
     directions, n_directions = directions_of(la, contrasts)

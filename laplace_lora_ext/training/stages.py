@@ -224,8 +224,9 @@ def train_in_stages(
     Callbacks, logs, evaluations and checkpoints of the trainer work in both stages. The
     adapter and the posterior end in its `output_dir`, checkpoints of the first stage in
     "stage_1" there, and the posterior's figures in `trainer.state.log_history`, with
-    the logs of all stages. After each training the random states are those of the
-    trainer's seed.
+    the logs of all stages. Posteriors of several members are in folders there, one
+    each. After each training the random states are those of the trainer's seed and the
+    training's number.
 
     Parameters
     ----------

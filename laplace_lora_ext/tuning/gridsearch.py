@@ -165,8 +165,9 @@ class GridSearch(GridMethod):
     init_prior_prec : float or torch.Tensor
         several numbers are a base that the grid multiplies; a single number is ignored
     prior_structure : {"scalar", "kind", "layerwise", "diag"}, optional
-        as for `TuningMethod`. With "kind", the grid has all combinations of 25 prior
-        precisions of two kinds, or of 8 of three; with "lowrank_kron" it is the default
+        as for `TuningMethod`; "layerwise" and "diag" want several `init_prior_prec`.
+        With "kind", the grid has all combinations of 25 prior precisions of two kinds,
+        or of 8 of three; with "lowrank_kron" it is the default
     progress_bar : bool, default=False
         whether to show one
     val_loader : DataLoader, iterable or PredictiveStatistics
@@ -307,7 +308,7 @@ class TokenGridSearch(GridMethod):
     init_prior_prec : float or torch.Tensor
         several numbers are a base that the grid multiplies; a single number is ignored
     prior_structure : {"scalar", "layerwise", "diag"}, optional
-        as for `TuningMethod`; the grid multiplies all by one factor
+        of several `init_prior_prec`, which the grid multiplies by one factor
     progress_bar : bool, default=False
         whether to show one
     val_loader : DataLoader or iterable

@@ -92,7 +92,7 @@ class TuningHistory:
 
     @property
     def loss(self) -> float:
-        """Return the mean loss at what is chosen."""
+        """Return the mean loss at what is chosen, or else the objective there."""
         chosen = self.chosen
         return chosen.objective if chosen.loss is None else chosen.loss
 
@@ -136,8 +136,8 @@ class TuningMethod:
         where the search starts. Several numbers also determine the structure
     prior_structure : {"scalar", "kind", "layerwise", "diag"}, optional
         one prior precision, one for each kind of weight (LoRA, heads, others), one for
-        each block, or, with "diag" curvature, one for each weight. By default "kind"
-        where there are several kinds, as heads want a much smaller one than LoRA
+        each block, or, with "diag" or "full" curvature, one for each weight. By default
+        "kind" where there are several kinds, as heads want a much smaller one than LoRA
         weights, and otherwise "scalar"
     progress_bar : bool, default=False
         whether to show one

@@ -55,8 +55,8 @@ class SecondTraining(TuningMethod):
         is a `torch.utils.data.Subset`, or what the `select` of a `datasets.Dataset`
         returns
     train_loader : DataLoader, optional
-        the data of the fit; by default the trainer's. Examples that its sampler leaves
-        out are not used
+        for `train`: the data of the fit. Examples that its sampler leaves out are not
+        used
     held_out : float, default=0.2
         the share of the examples to hold out, between 0 and 1: of each class as of all,
         but never its last example. Copies of a text stay together
@@ -73,8 +73,9 @@ class SecondTraining(TuningMethod):
     ------
     ValueError
         If there is not either a trainer or `train` with a `train_loader`; if `held_out`
-        is not between 0 and 1, the data have no length or too few examples, or the
-        training ends with the LoRA weights of the fitted model.
+        is not between 0 and 1, the data have no length or too few examples, the model
+        has an adapter of that name, or the training ends with the LoRA weights of the
+        fitted model.
     """
 
     trainer: Any = None
@@ -85,8 +86,8 @@ class SecondTraining(TuningMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        has_function = self.train is not None and self.train_loader is not None
-        if has_function == (self.trainer is not None):
+        own = [each is not None for each in (self.train, self.train_loader)]
+        if own != [self.trainer is None] * 2:
             raise ValueError(
                 "A second training needs either the trainer that has trained the "
                 "model, or train, a function that trains another model, and "
@@ -95,6 +96,7 @@ class SecondTraining(TuningMethod):
 
     def _search(self, la: Predictor) -> TuningHistory:
         (fitted,) = la.members
+        fitted.task.check_linearised()
         fitted.check_model()
         if self.trainer is not None:
             examples = Examples.of_trainer(self.trainer)

@@ -50,7 +50,7 @@ def test_answers_of_a_posterior_from_python_are_compared_too(
 ):
     folder = tmp_path / "posterior"
     state = read_state(calibrated.options["posterior"])
-    state["metadata"] = {}
+    state["metadata"] = {"note": "mine"}
     write_state(state, folder)
     options = calibrated.options | {"posterior": folder, "data": calibrated.test}
     run("predict", output=tmp_path / "lines.jsonl", **options, **calibrated.named)

@@ -133,6 +133,8 @@ def test_every_batch_gets_the_same_draws(la, eight_texts):
     twice = by_five_draws(la, both, link_approx="mc")
     once = by_five_draws(la, eight_texts, link_approx="mc")
     assert torch.equal(twice.probabilities, once.probabilities.repeat(2, 1))
+    few = la.predict_proba(eight_texts, "mc", n_samples=5, generator=generator())
+    assert torch.equal(torch.from_numpy(few), once.probabilities)
     first, second = la.predict_proba(both, "mc").reshape(2, 8, 3)
     assert first.tolist() == second.tolist()
     many = la(eight_texts, link_approx="mc", n_samples=100_000, generator=generator())

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from transformers import FSMTConfig, FSMTForConditionalGeneration
 
 import tests.support.dense as dense
+from laplace_lora_ext import GridSearch
 from laplace_lora_ext.passes import graph
 from laplace_lora_ext.tasks import language
 from laplace_lora_ext.tasks.classification import drawn_labels
@@ -164,6 +165,7 @@ def test_what_needs_jacobians_of_the_vocabulary_is_refused():
         lambda: la(batch),
         lambda: la(batch, pred_type="nn"),
         lambda: la.predictive_statistics([batch]),
+        lambda: GridSearch(val_loader=[batch])(la),
     ):
         with pytest.raises(NotImplementedError, match=r"la\.score"):
             differentiate()

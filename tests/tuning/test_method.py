@@ -52,6 +52,7 @@ ONE_BELOW_0 = torch.ones(8)
 ONE_BELOW_0[-1] = -1
 
 LOSSES = {"val_loader": ragged_batches(seed=7)}
+LOADER = {"train_loader": ragged_batches()}
 UNLABELLED = {"val_loader": [without_labels(batch) for batch in ragged_batches()]}
 BAD = [
     ({"method": "newton"}, "newton"),
@@ -59,6 +60,7 @@ BAD = [
     ({"method": Marglik(), "n_steps": 5, "grid_size": 7}, "n_steps, grid_size"),
     ({"method": "marglik", "grid_size": 7}, "grid_size"),
     ({"method": "second_training"}, "either the trainer"),
+    ({"method": "second_training", "trainer": 1, **LOADER}, "either the trainer"),
     ({"method": "val_gd", **LOSSES, "link_approx": "bridge"}, "link_approx"),
     ({"method": "gridsearch", **LOSSES, "link_approx": "other"}, "link_approx"),
     ({"method": "val_gd", **UNLABELLED}, "need labels"),
@@ -156,6 +158,9 @@ def test_a_search_finds_the_same_whatever_was_before_and_choosing_sets_nothing(
         history = la.optimize_prior_precision(method=name, **options)
     assert_close(results(la, history), expected, rtol=0, atol=0)
     assert not la.prior_precision.is_inference()
+    # What is changed in place is the posterior's alone.
+    la.prior_precision.mul_(2)
+    assert (la.prior_precision != history.chosen.prior_precision).all()
 
 
 @pytest.mark.parametrize("method", ["agreement", "gridsearch", "val_gd"])
