@@ -42,13 +42,6 @@ def test_predictions_have_the_links_probabilities():
         la.predict(batch, link_approx="bridge")
 
 
-def test_draws_that_are_all_the_same_leave_no_epistemic_entropy():
-    p = (2 * normal(150, 3)).softmax(-1).float()
-    same = Prediction.of_draws(p, p.expand(999, -1, -1))
-    # Nor does rounding.
-    assert not same.epistemic_entropy.any()
-
-
 # --- queues ---------------------------------------------------------------------------
 
 
