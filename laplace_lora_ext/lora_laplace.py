@@ -97,8 +97,9 @@ class LoRALaplace(Posterior, Predictor):
     """What all Laplace approximations over LoRA weights share.
 
     The posterior is over the `lora_A` and `lora_B` weights of the active adapter and,
-    with `modules_to_save`, over its heads. Everything else in the model stays at its
-    MAP value. No method changes these weights.
+    with `modules_to_save`, over its heads: over those that train, or where all of a
+    layer are frozen over all. Everything else in the model stays at its MAP value. No
+    method changes these weights.
 
     Parameters
     ----------
@@ -374,7 +375,16 @@ class LoRALaplace(Posterior, Predictor):
             processes differ in weights or settings or have the same data. The message
             names the batch and the layer.
         RuntimeError
-            If some LoRA layers are never called, or another rank has failed.
+            If some LoRA layers are never called, merged or disabled, another rank has
+            failed or, with `override=False`, the model has changed.
+        NotImplementedError
+            If a mask does not suit "expand".
+
+        Warns
+        -----
+        UserWarning
+            If the model is no better than guessing on these texts, or the loader gives
+            fewer or more than its data set has.
         """
         with together():
             self._move_with_model()
