@@ -96,6 +96,12 @@ class Recipe:
         """Make the optimizer."""
         return torch.optim.AdamW(weights, lr=settings.learning_rate, weight_decay=0.0)
 
+    def schedule(self, optimizer: Any, settings: Hyperparameters) -> Any:
+        """Make the schedule of the learning rate, which falls to 0 after warming up."""
+        return transformers.get_linear_schedule_with_warmup(
+            optimizer, settings.warmup_steps, settings.steps
+        )
+
     def kept_steps(self, settings: Hyperparameters) -> list[int]:
         """List the steps after which a checkpoint is kept, the last step among them."""
         return settings.checkpoint_steps
@@ -150,10 +156,7 @@ def train(
     optimizer = recipe.optimizer(list(trained.values()), settings)
     # A recipe may have a rate of its own, which the schedule scales all the same.
     first_rate = optimizer.param_groups[0]["lr"]
-    # The rate falls to 0 after warming up.
-    schedule = transformers.get_linear_schedule_with_warmup(
-        optimizer, settings.warmup_steps, settings.steps
-    )
+    schedule = recipe.schedule(optimizer, settings)
     kept_steps = recipe.kept_steps(settings)
     checkpoints = {}
     # Another pass begins, in another order, when one ends.

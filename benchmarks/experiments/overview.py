@@ -34,7 +34,7 @@ COLUMNS = [
     "fit_seconds",
     "predict_seconds",
 ]
-RUN = ["task", "seed"]
+RUN = ["task", "texts", "seed"]  # trained on other numbers of texts, it is another
 FILES = ("calibration.json", "stages.json")
 SPANS = ("regret", "fit_seconds", "predict_seconds")
 
@@ -127,8 +127,9 @@ def read(folder: Path) -> Frame:
     """Read rows to show, and the task, from a run of `calibration` or `stages`."""
     figures = read_figures(folder)
     rows = shown(figures["methods"])
+    task = figures["task"]
     frame = as_frame(rows).assign(
-        name=[label(row) for row in rows], task=figures["task"]["name"]
+        name=[label(row) for row in rows], task=task["name"], texts=task["train"]
     )
     # Not every experiment measures every column.
     return frame.reindex(columns=["name", *RUN, *COLUMNS])

@@ -251,7 +251,7 @@ class SWAG(Recipe):
         self.rate = rate  # share of the learning rate
         self.tail = tail  # share of the steps
         self.iterates = iterates
-        self.name = f"SWAG, {iterates} iterates, tail {tail:g}, rate {rate:g}"
+        self.name = f"SWAG, {iterates} iterates, tail {tail:g}, constant rate {rate:g}"
 
     def schedule(self, optimizer: Any, settings: Hyperparameters) -> Any:
         """Make the schedule: it warms up, falls, and is constant for the tail."""

@@ -24,7 +24,7 @@ CHOSEN_ON = (
     *multiple_choice.ARC_EASY_TASKS,
     *sentences.CHOOSING_SENTENCES,
 )
-# Nothing was chosen on these, so that they tell how the settings carry over.
+# No setting was chosen on these, so that they tell how the settings carry over.
 KEPT = (
     numpydoc.SECTION_OF,
     docstrings.VERBS_LEFT_OUT,

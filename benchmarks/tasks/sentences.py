@@ -188,7 +188,7 @@ CHOOSING_SENTENCES = (
     Sentences("trec", ("trec", "coarse")),
     Sentences("emotion", ("cardiffnlp/tweet_eval", "emotion")),
 )
-# Nobody looks at these until everything is frozen.
+# No setting is chosen on these.
 KEPT_SENTENCES = (
     Sentences("reviews", ("customer_reviews", "default")),
     Sentences("subjectivity", ("subj", "default")),

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
+from torch.utils.data import DataLoader
 
 from benchmarks.methods import METHODS
 from benchmarks.methods.method import Members, ensemble
@@ -25,6 +26,7 @@ from benchmarks.methods.trained_again import (
     of_iterates,
 )
 from benchmarks.tasks.balanced import ENCODER
+from benchmarks.training import train
 from tests.benchmarks.support import predicted, trained, training_texts
 
 
@@ -94,8 +96,11 @@ TWELVE_STEPS = replace(ENCODER, steps=12, warmup_steps=2)
 
 
 def test_swags_rate_is_constant_in_the_tail():
-    recipe = SWAG(rate=0.4, tail=0.5)
-    paces = [recipe.pace(step, TWELVE_STEPS) for step in range(12)]
+    recipe, paces = SWAG(rate=0.4, tail=0.5), []
+    recipe.after_step = lambda *_, pace, **others: paces.append(pace)
+    model = torch.nn.Linear(1, 1)
+    loader = DataLoader(torch.ones(4, 1))
+    train(model, loader, lambda x: model(x).sum(), TWELVE_STEPS, False, recipe)
     rising = [0.0, 0.5]
     falling = [1.0, 0.85, 0.7, 0.55]
     assert paces == pytest.approx(rising + falling + 6 * [0.4])
