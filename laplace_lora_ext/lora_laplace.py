@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -296,6 +297,7 @@ class LoRALaplace(Posterior, Predictor):
         )
         for name in _SAVED:
             setattr(other, name, getattr(self, name))
+        other.metadata = deepcopy(self.metadata)
         return other
 
     def __repr__(self) -> str:

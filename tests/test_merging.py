@@ -128,6 +128,4 @@ def test_posteriors_that_do_not_belong_together_are_refused(la):
     ):
         with pytest.raises(error, match=message):
             merge([la, second])
-    with pytest.raises(ValueError, match="'default' already"):
-        merge([la, la], adapter_name="default")
     assert list(la.model.model.peft_config) == ["default"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -103,10 +103,10 @@ def _learnt_from(
     They are exact, or from draws and right on average.
     """
     inputs = la.model.inputs(batch)
-    with la.model.running():
+    with la.model.running(), noting_dtypes(la) as dtypes:
         _, features = features_of(la, inputs)
     if _draws(la):
-        changes = changes_of_logits(la, inputs, la.sample(_DRAWS, generator))
+        changes = changes_of_logits(la, inputs, la.sample(_DRAWS, generator), dtypes)
         f_var = torch.einsum("sbj,sbk->bjk", changes, changes) / _DRAWS
         logs = log_variances(f_var) - _BIAS_OF_DRAWS
     else:
@@ -124,14 +124,16 @@ def _draws(la: Posterior) -> bool:
     return la.n_outputs > 2 * _DRAWS and are_in_place(la.blocks)
 
 
-def changes_of_logits(la: Posterior, inputs: Any, drawn: Tensor) -> Tensor:
+def changes_of_logits(
+    la: Posterior, inputs: Any, drawn: Tensor, dtypes: Iterable[torch.dtype]
+) -> Tensor:
     """Compute how drawn weights `(S, parameters)` change the linearised model's logits.
 
     They are J (θ - θ*), `(S, B, C)`: central differences, by two forward passes a draw.
     The step is the one that rounding and curvature leave the smallest error with, the
-    cube root of the precision of the model's numbers.
+    cube root of the precision of the model's numbers, which are of some `dtypes`.
     """
-    step = _precision(la.model) ** (1 / 3)
+    step = _coarsest(dtypes) ** (1 / 3)
     changes: list[Tensor] = []
     for each in drawn:
         change = step * (each - la.mean)
@@ -143,11 +145,25 @@ def changes_of_logits(la: Posterior, inputs: Any, drawn: Tensor) -> Tensor:
     return torch.stack(changes)
 
 
-def _precision(model: LogitsModel) -> float:
+@contextmanager
+def noting_dtypes(la: Posterior) -> Iterator[set[torch.dtype]]:
+    """Collect the dtypes of a model's weights, and of what LoRA returns within.
+
+    A trainer of mixed precision leaves its autocast on within the model.
+    """
+    dtypes = {weight.dtype for weight in la.model.parameters()}
+
+    def note(*call: Any) -> None:
+        dtypes.add(call[-1].dtype)
+
+    with ExitStack() as hooks:
+        for block in la.blocks:
+            hooks.callback(block.module.register_forward_hook(note).remove)
+        yield dtypes
+
+
+def _coarsest(dtypes: Iterable[torch.dtype]) -> float:
     """Find the precision of the coarsest numbers that a model computes with."""
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    if torch.is_autocast_enabled(model.device.type):
-        dtypes.add(torch.get_autocast_dtype(model.device.type))
     # What is quantised is computed in half precision.
     computed = {
         dtype if dtype.is_floating_point and dtype.itemsize > 1 else torch.bfloat16

@@ -37,6 +37,7 @@ from laplace_lora_ext.models.adapters import (
     read_adapter,
     write_adapter,
 )
+from laplace_lora_ext.models.batches import pad_token, text_config
 from laplace_lora_ext.models.logits_model import find_transformer
 from laplace_lora_ext.models.lora_layers import looks_trained
 from laplace_lora_ext.predicting import Predictor
@@ -262,8 +263,13 @@ def train_in_stages(
         Before any training: if the trainer's data can't be divided, no class has a
         second text, or the model or a batch does not suit the likelihood.
     """
+    tokenizer = trainer.processing_class
     if options.get("class_texts") is not None:
-        options.setdefault("tokenizer", trainer.processing_class)
+        options.setdefault("tokenizer", tokenizer)
+    transformer = find_transformer(trainer.model)
+    # As `trainer.train()` sets it: decoders that classify find the end of a text by it.
+    if transformer is not None and pad_token(transformer) is None:
+        text_config(transformer).pad_token_id = getattr(tokenizer, "pad_token_id", None)
     training = _Training(
         model=trainer.model,
         examples=Examples.of_trainer(trainer),

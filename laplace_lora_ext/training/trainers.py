@@ -170,6 +170,8 @@ def train_with(
     """
     args = copy(trainer.args)
     args.output_dir = str(folder)
+    # A repository gets what ends in the trainer's own folder.
+    args.push_to_hub = args.push_to_hub and folder == Path(trainer.args.output_dir)
     if args.max_steps > 0:
         args.max_steps = max(1, round(share_of_steps * args.max_steps))
     else:

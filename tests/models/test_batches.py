@@ -109,6 +109,10 @@ def test_padding_tokens_inside_of_texts_harm_nothing():
     batch["input_ids"][1, 2] = PAD
     whole = part_of(batch, slice(1, 2))
     assert torch.equal(model(without(whole, "attention_mask")), model(whole))
+    # Nor at ends, where positions say what is a text.
+    ids = torch.tensor([[5, PAD, 7, PAD]])
+    packed = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 0, 1]])}
+    assert model(packed).shape == (1, len(CLASS_TOKEN_IDS))
 
 
 # --- rows of a batch ------------------------------------------------------------------

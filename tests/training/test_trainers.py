@@ -20,7 +20,7 @@ from laplace_lora_ext.training.trainers import (
     train_with,
     without_trace,
 )
-from tests.support.models import VOCABULARY, llama
+from tests.support.models import VOCABULARY, built, llama
 from tests.support.posteriors import fitted
 from tests.support.ranks import Texts
 from tests.support.saved_adapters import tokenizer
@@ -175,6 +175,14 @@ def trl_trainer(trl: Any, folder: Path, kind: str) -> Any:
         eval_dataset=examples,
         processing_class=tokenizer(TOKENS, eos_token="</s>"),
     )
+
+
+def test_a_decoder_that_classifies_pads_as_its_tokenizer(tmp_path):
+    base = built("LlamaForSequenceClassification", pad_token_id=None)
+    lora = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"])
+    trainer = trainer_of(tmp_path, model=get_peft_model(base, lora))
+    trainer.processing_class = tokenizer(TOKENS)
+    assert train_in_stages(trainer).n_data == N
 
 
 @pytest.mark.parametrize("kind", ["SFT", "Reward"])
