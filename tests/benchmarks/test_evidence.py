@@ -115,6 +115,17 @@ def test_differences_are_paired_and_means_are_of_tasks(tmp_path):
     assert queue["share_at_realised"] == pytest.approx((0.5 + 0.2 + 0.2) / 3)
 
 
+def test_tasks_that_agree_hide_no_error_of_seeds(tmp_path):
+    for task in ("first", "second"):
+        seeds = {0: (1.0, 0.1), 1: (5.0, 0.2)}
+        save(tmp_path / task, seeds, task, gaps=(None, None))
+    folders = f"{tmp_path / 'first'} {tmp_path / 'second'}"
+    figures = run(f"evidence --runs {folders}", tmp_path / "out")
+    ours = rows_with(figures["differences"], name=OURS)
+    mean = rows_by(ours, "task")["mean of the tasks",]
+    assert mean["nll_error"] == pytest.approx(0.05 / 2**0.5)
+
+
 @pytest.mark.parametrize(
     ("keys", "rivals"),
     [
