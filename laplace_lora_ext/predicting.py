@@ -284,7 +284,8 @@ class Predictor:
         if first.task.has_tokens:
             raise NotImplementedError(
                 "A student learns one distribution a text, and the likelihood "
-                f"{first.likelihood!r} has one a token."
+                f"{first.likelihood!r} has one a token. For labels of tokens use "
+                "la.amortize."
             )
         return students.distill(
             self.members,
