@@ -98,8 +98,8 @@ class LoRALaplace(Posterior, Predictor):
     """What all Laplace approximations over LoRA weights share.
 
     The posterior is over the `lora_A` and `lora_B` weights of the active adapter and,
-    with `modules_to_save`, over its heads: over those that train, or where all of a
-    layer are frozen over all. Everything else in the model stays at its MAP value. No
+    with `modules_to_save`, over its heads. Weights that are frozen are left out, unless
+    all of their layer are. Everything else in the model stays at its MAP value. No
     method changes these weights.
 
     Parameters
@@ -108,8 +108,8 @@ class LoRALaplace(Posterior, Predictor):
         a `PeftModel`, or any module that holds plain LoRA layers and maps a batch to
         logits
     likelihood : str
-        "classification", "regression", "reward_modeling", but for "kron"
-        "multi_label_classification" and "token_classification", and for
+        "classification", "regression" or "reward_modeling"; with any structure but
+        "kron" also "multi_label_classification" or "token_classification"; with
         "lowrank_kron" alone "language_modeling"
     dict_key_y : str, default="labels"
         the key of a batch's labels
@@ -438,8 +438,9 @@ class LoRALaplace(Posterior, Predictor):
         """Set an attribute; refuse numbers that make no Gaussian."""
         if name in _POSITIVE:
             check_positive(name, value)
+            # Who gave it may change it in place; an inference tensor nobody could.
             if isinstance(value, Tensor):
-                value = value.clone()  # that others hold, or that nothing could change
+                value = value.clone()
             self._posterior_scale = None  # that is made with the old value
         if name == "prior_precision":
             self._smallest_prior = None  # not looked at yet
@@ -685,8 +686,8 @@ class LoRALaplace(Posterior, Predictor):
         progress_bar : bool, default=False
             whether to show one
         generator : torch.Generator, optional
-            of the CPU, for swapped tokens, whose first seed also decides draws of the
-            weights; by default the same in every call
+            of the CPU, for swapped tokens; its initial seed also decides what weights
+            are drawn. By default the same in every call
 
         Returns
         -------

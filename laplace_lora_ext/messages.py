@@ -17,7 +17,7 @@ _MOST_LISTED = 8
 
 @contextmanager
 def naming(where: str) -> Iterator[None]:
-    """Begin the message of an error of values within with a place, as "batch 3"."""
+    """Begin the message of a wrong value's error with a place, such as "batch 3"."""
     try:
         yield
     except (ValueError, NotImplementedError) as error:

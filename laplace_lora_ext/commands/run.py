@@ -166,6 +166,7 @@ def _lines(
     lines = []
     for number, probabilities in enumerate(prediction.probabilities.tolist()):
         label = int(prediction.labels[number])
+        doubt = prediction.epistemic_entropy[number].item()
         lines.append(
             {
                 "label": loaded.class_names[label],
@@ -174,9 +175,7 @@ def _lines(
                     zip(loaded.class_names, probabilities, strict=True)
                 ),
                 # Without variance nothing is known of it, which is not 0.
-                "epistemic_entropy": prediction.epistemic_entropy[number].item()
-                if has_variance
-                else None,
+                "epistemic_entropy": doubt if has_variance else None,
                 "trained_model": trained[number, label].item(),
             }
         )

@@ -86,8 +86,9 @@ class SecondTraining(TuningMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        own = [each is not None for each in (self.train, self.train_loader)]
-        if own != [self.trainer is None] * 2:
+        are_given = {self.train is not None, self.train_loader is not None}
+        # Both without a trainer, and neither beside one.
+        if are_given != {self.trainer is None}:
             raise ValueError(
                 "A second training needs either the trainer that has trained the "
                 "model, or train, a function that trains another model, and "

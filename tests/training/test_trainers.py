@@ -63,6 +63,7 @@ def test_afterwards_a_trainer_and_its_callbacks_are_as_before(tmp_path):
     (bar,) = [each for each in callbacks if isinstance(each, ProgressCallback)]
     bar.training_bar = "of the training that goes on"
     trainer.model_wrapped = "around weights that were trained before"
+    trainer.args.push_to_hub = True  # which would fail here
     before = [getattr(trainer, name) for name in KEPT]
     log = list(trainer.state.log_history)
     random.seed(0)
