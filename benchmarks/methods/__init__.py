@@ -11,6 +11,7 @@ from benchmarks.methods.method import Method, PointMethod, Posterior
 # Stock curvatures in this library's class.
 LORA_DIAG = partial(posteriors.over_lora, structure="diag")
 LORA_KRON = partial(posteriors.over_lora, structure="kron")
+STOCK_ROWS = [("marglik_layerwise", "probit")]
 # The stock classes themselves, for comparisons of costs.
 STOCK_DIAG = partial(posteriors.stock, structure="diag")
 STOCK_KRON = partial(posteriors.stock, structure="kron")
@@ -41,8 +42,8 @@ ALL: tuple[Method, ...] = (
     Posterior(
         "last_layer", "Last layer (LLLA)", posteriors.of_last_layer, on_training=True
     ),
-    Posterior("diag", "Stock diag", LORA_DIAG),
-    Posterior("kron", "Stock Kron", LORA_KRON, shown=[("marglik_layerwise", "probit")]),
+    Posterior("diag", "Stock diag", LORA_DIAG, shown=STOCK_ROWS),
+    Posterior("kron", "Stock Kron", LORA_KRON, shown=STOCK_ROWS),
     Posterior(
         "lowrank_kron_paper", "lowrank_kron (paper)", posteriors.of_paper, costs=True
     ),
