@@ -67,7 +67,11 @@ def _temperature(members: int = 1) -> Keys:
     return Keys(f"staged_map_{members}", "held_out_temperature")
 
 
-PENALISED = Keys("staged_map_1", "held_out_penalised")
+def _penalised(members: int = 1) -> Keys:
+    """Return the same at a temperature that the posteriors' own search chooses."""
+    return Keys(f"staged_map_{members}", "held_out_penalised")
+
+
 AFTER_SECOND = Keys("temperature_scaling", "validation_elsewhere")
 STAGED = Keys("staged_1", "held_out", LINK)
 # What is shown as it is: signs of foreign texts, and NLL by the number of texts.
@@ -93,8 +97,8 @@ def rivals_of(keys: Keys) -> Iterator[Keys]:
             yield AFTER_SECOND
     else:
         yield _temperature(count)
-        if keys != PENALISED and count == 1:
-            yield PENALISED
+        if keys != _penalised(count):
+            yield _penalised(count)
 
 
 def run(options: Evidence) -> Iterator[Result]:

@@ -48,7 +48,10 @@ from laplace_lora_ext import LoRALaplace, LowRankKronLoRALaplace
 from laplace_lora_ext.metrics import negative_log_likelihood
 from laplace_lora_ext.models.adapters import active_again, find_peft_model
 from laplace_lora_ext.predictive.posterior import Hyperparameters
-from laplace_lora_ext.predictive.statistics import MixtureStatistics
+from laplace_lora_ext.predictive.statistics import (
+    MixtureStatistics,
+    PredictiveStatistics,
+)
 from laplace_lora_ext.training import stages
 from laplace_lora_ext.training.stages import SECOND_STAGE
 from laplace_lora_ext.training.students import STEPS, distill
@@ -277,12 +280,15 @@ class Trial:
         # The second stage changes the weights that these posteriors are around.
         choices = {count: self._choices(firsts[:count]) for count in counts}
         without_scale = [self._prior_alone(firsts[0])]
-        penalised = self._penalised_temperature(firsts[0])
+        penalised = {
+            count: self._penalised_temperature(firsts[:count]) for count in counts
+        }
         of_others = [self._chosen_for(other, model) for other in self.posteriors]
         seconds = stage(self.records, SECOND_STAGE, self.loaders)
         for count in counts:
-            yield from self._staged(firsts[:count], seconds[:count], choices[count])
-        yield self._maps(STAGED_MAP, seconds[:1], STAGES, PENALISED, penalised)
+            yield from self._staged(
+                firsts[:count], seconds[:count], choices[count], penalised[count]
+            )
         # What the scale of the logits adds is seen beside the same without it.
         fit_seconds = firsts[0].seconds + seconds[0].seconds
         yield self._posteriors(
@@ -389,7 +395,11 @@ class Trial:
         )
 
     def _staged(
-        self, firsts: list[Member], members: list[Member], chosen: list[Hyperparameters]
+        self,
+        firsts: list[Member],
+        members: list[Member],
+        chosen: list[Hyperparameters],
+        penalised: float,
     ) -> Iterator[Row]:
         """Measure some members."""
         count = len(members)
@@ -402,6 +412,7 @@ class Trial:
         yield self._maps(maps, members, trainings)
         temperature = self._temperature(firsts)
         yield self._maps(maps, members, trainings, TEMPERATURE, temperature)
+        yield self._maps(maps, members, trainings, PENALISED, penalised)
         fit_seconds = sum(member.seconds for member in (*firsts, *members))
         yield self._posteriors(
             posteriors, HELD_OUT_TEXTS, members, chosen, trainings, fit_seconds
@@ -546,10 +557,7 @@ class Trial:
     def _choices(self, firsts: Sequence[Member]) -> list[Hyperparameters]:
         """Let held-out texts choose for one posterior, or for a mixture."""
         posteriors = [member.la for member in firsts]
-        held = tuple(member.statistics[HELD] for member in firsts)
-        # A mixture is less sure than its members: they choose for it together.
-        together = held[0] if len(held) == 1 else MixtureStatistics(held)
-        chosen, _ = stages.choose_priors(posteriors, together)
+        chosen, _ = stages.choose_priors(posteriors, held_out_of(firsts))
         return chosen
 
     def _prior_alone(self, first: Member) -> Hyperparameters:
@@ -562,25 +570,34 @@ class Trial:
         )
         return la.hyperparameters
 
-    def _penalised_temperature(self, first: Member) -> float:
-        """Find the temperature as the posterior's scale is found, without variance.
+    def _penalised_temperature(self, firsts: Sequence[Member]) -> float:
+        """Find the temperature as posteriors' scale is found, without variance.
 
-        The posterior has a penalty for being surer than the model. Few held-out texts,
-        all of them right, would else choose a temperature near 0.
+        That has a penalty for being surer than the model. Few held-out texts, all of
+        them right, would else choose a temperature near 0.
         """
-        la = copy(first.la)
-        la.optimize_prior_precision(
+        together = stages.joined([member.la for member in firsts])
+        together.optimize_prior_precision(
             method="gridsearch",
-            val_loader=first.statistics[HELD],
+            val_loader=held_out_of(firsts),
             log_prior_prec_min=LOG_NO_VARIANCE,
             log_prior_prec_max=LOG_NO_VARIANCE,
             grid_size=1,
         )
-        return 1 / float(la.logit_scale)
+        return 1 / float(together.members[0].logit_scale)
 
     def _temperature(self, members: Sequence[Member]) -> float:
         """Find the temperature at which the members' mean predicts held-out texts."""
         return fit_temperature(logits_of(members, HELD), self.held_labels)
+
+
+def held_out_of(firsts: Sequence[Member]) -> PredictiveStatistics | MixtureStatistics:
+    """Join members' statistics of the held-out texts, by which they choose together.
+
+    A mixture is less sure than its members, and wants another prior.
+    """
+    held = tuple(member.statistics[HELD] for member in firsts)
+    return held[0] if len(held) == 1 else MixtureStatistics(held)
 
 
 def smoothing(amount: float) -> Recipe:

@@ -134,7 +134,13 @@ def test_tasks_that_agree_hide_no_error_of_seeds(tmp_path):
         (("second_mixture", "validation_elsewhere"), [AFTER_SECOND]),
         (TEMPERED, []),
         (("staged_map_2", "held_out_temperature"), [TEMPERED]),
-        (("staged_2_student", "swapped"), [("staged_map_2", "held_out_temperature")]),
+        (
+            ("staged_2_student", "swapped"),
+            [
+                ("staged_map_2", "held_out_temperature"),
+                ("staged_map_2", "held_out_penalised"),
+            ],
+        ),
         (("staged_kron", "held_out"), [TEMPERED, PENALISED]),
         (PENALISED, [TEMPERED]),
     ],

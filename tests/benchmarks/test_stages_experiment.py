@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from torch.nn.functional import cross_entropy
+from torch import Tensor
+from torch.nn.functional import nll_loss
 
 import laplace_lora_ext
 from benchmarks.experiments import stages
-from benchmarks.experiments.stages import Trial
+from benchmarks.experiments.stages import FIRST_STAGE, Trial
 from benchmarks.fine_tuning import (
     HELD,
     MEMBER_SEEDS,
@@ -37,14 +38,15 @@ second_mixture validation_elsewhere: variances
 mc_dropout:
 staged_map_1:
 staged_map_1 held_out_temperature:
+staged_map_1 held_out_penalised:
 staged_1 held_out: variances
 staged_1_amortized swapped:
 staged_1_student swapped:
 staged_map_1_student swapped:
 staged_map_2: epistemic_entropy
 staged_map_2 held_out_temperature: epistemic_entropy
+staged_map_2 held_out_penalised: epistemic_entropy
 staged_2 held_out: variances
-staged_map_1 held_out_penalised:
 staged_1 held_out_prior: variances
 staged_diag held_out:
 staged_kron held_out:
@@ -120,12 +122,12 @@ def test_stages_alone_have_a_temperature_with_the_penalty_and_other_posteriors(
 ):
     # Until the model is surer than right.
     grammar += " --steps 120 --learning-rate 0.05"
-    command = "stages --members 1 --no-ordinary --no-students --smoothing"
+    command = "stages --members 2 --no-ordinary --no-students --smoothing"
     command += f" --posteriors lowrank_kron head {grammar}"
     figures = run(command, tmp_path / "results")
     rows = rows_by(figures["methods"], "method", "prior")
     assert all(method.startswith("staged") for method, _ in rows)
-    assert n_trainings(tmp_path) == 2
+    assert n_trainings(tmp_path) == 4
     # Ours by the list's way is ours.
     ours = rows["staged_1", "held_out"]
     by_list = rows["staged_lowrank_kron", "held_out"]
@@ -134,19 +136,26 @@ def test_stages_alone_have_a_temperature_with_the_penalty_and_other_posteriors(
     assert rows["staged_head", "held_out"]["nll"] != ours["nll"]
     asked = parsed(f"stages --quiet {grammar}")
     trial = Trial(prepare(asked, 0), asked, 0)
-    logits = trial._first_stage(0.0).logits(trial.held_loaders[HELD])
+    model = trial._first_stage(0.0)
+    logits = [model.logits(trial.held_loaders[HELD])]
+    trial._add_member(model.model, 1)
+    trial.train(model.model, trial.rest, FIRST_STAGE, 1)
+    logits.append(model.logits(trial.held_loaders[HELD]))
+    log_scales = np.log(np.geomspace(0.04, 20, 2000))
 
-    def weight(log_scale: float) -> float:
-        scaled = math.exp(log_scale) * logits
-        nll = cross_entropy(scaled, trial.held_labels, reduction="sum").item()
+    def weight(members: list[Tensor], log_scale: float) -> float:
+        scaled = math.exp(log_scale) * torch.stack(members)
+        log_p = scaled.softmax(-1).mean(0).log()
+        nll = nll_loss(log_p, trial.held_labels, reduction="sum").item()
         return math.exp(-nll - scale_penalty(log_scale))
 
-    log_scales = np.log(np.geomspace(0.04, 20, 2000))
-    mean = np.average(log_scales, weights=[*map(weight, log_scales)])
-    found = rows["staged_map_1", "held_out_penalised"]["chosen"]
-    assert found == pytest.approx(math.exp(-mean), rel=0.02)
-    # Otherwise it could be the scale itself.
-    assert abs(math.log(found)) > 0.1
+    for count in (1, 2):
+        weights = [weight(logits[:count], log_scale) for log_scale in log_scales]
+        mean = np.average(log_scales, weights=weights)
+        found = rows[f"staged_map_{count}", "held_out_penalised"]["chosen"]
+        assert found == pytest.approx(math.exp(-mean), rel=0.02)
+        # Otherwise it could be the scale itself.
+        assert abs(math.log(found)) > 0.1
 
 
 def test_a_mixture_is_that_of_in_stages(choices):
