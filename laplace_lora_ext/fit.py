@@ -23,7 +23,7 @@ from laplace_lora_ext.models.same_model import (
     check_same,
     standing_of,
 )
-from laplace_lora_ext.models.weights import Place, flatten_weights
+from laplace_lora_ext.models.weights import Home, flatten_weights
 from laplace_lora_ext.predictive.learnt_variance import LearntVariance
 from laplace_lora_ext.processes import count, gathered, rank
 from laplace_lora_ext.processes.shards import Share
@@ -53,7 +53,7 @@ class Fit:
         of the model
     model : ModelState
         that of all other weights
-    places : list of Place
+    homes : list of Home
         where it is: first what is over all blocks, then each block
     learnt_variance : LearntVariance or None
         what was learnt of predictions by this fit
@@ -68,7 +68,7 @@ class Fit:
     n_data: int
     n_outputs: int
     model: ModelState
-    places: list[Place]
+    homes: list[Home]
     learnt_variance: LearntVariance | None = None
     standing: Standing | None = None
 
@@ -80,8 +80,8 @@ class Fit:
 
         The model's state is given, since it may have been cast.
         """
-        places = structure.recorder.places
-        device, dtype = places[0]
+        homes = structure.recorder.homes
+        device, dtype = homes[0]
         sums = structure.unpack(state["H"])
         learnt = state["learnt_variance"]
         return cls(
@@ -92,7 +92,7 @@ class Fit:
             n_data=state["n_data"],
             n_outputs=state["n_outputs"],
             model=model,
-            places=places,
+            homes=homes,
             learnt_variance=learnt and LearntVariance(**learnt).to(device, dtype),
         )
 
@@ -175,7 +175,7 @@ def fit(
         n_data=sums.n_data,
         n_outputs=sums.n_outputs,
         model=state,
-        places=recorder.places,
+        homes=recorder.homes,
         standing=standing,
     )
 
@@ -195,16 +195,19 @@ class Sums:
     called: frozenset[int] = frozenset()
     class_counts: ClassCounts = field(default_factory=ClassCounts)
 
-    def plus(self, other: Sums) -> Sums:
-        """Add all but the curvature, which is the other's."""
+    def followed_by(self, later: Sums) -> Sums:
+        """Add the counts of a later batch, or of another rank, and take its curvature.
+
+        A later batch's has this one's in it, and those of ranks are joined elsewhere.
+        """
         return Sums(
-            curvature=other.curvature,
-            loss=self.loss + other.loss.to(self.loss),
-            n_data=self.n_data + other.n_data,
+            curvature=later.curvature,
+            loss=self.loss + later.loss.to(self.loss),
+            n_data=self.n_data + later.n_data,
             # Who has no data has made no pass that would tell.
-            n_outputs=max(self.n_outputs, other.n_outputs),
-            called=self.called | other.called,
-            class_counts=self.class_counts + other.class_counts,
+            n_outputs=max(self.n_outputs, later.n_outputs),
+            called=self.called | later.called,
+            class_counts=self.class_counts + later.class_counts,
         )
 
     def warn(self) -> None:
@@ -255,7 +258,7 @@ def sums_over(
         )
     # All but the curvature, which is large, and joined once nothing speaks against it.
     told = replace(own, curvature=None, loss=own.loss.cpu())
-    of_all = reduce(Sums.plus, gathered(told))
+    of_all = reduce(Sums.followed_by, gathered(told))
     if not of_all.n_data:
         raise ValueError(
             "The training loader has no data. (A generator can be read once.)"
@@ -282,7 +285,7 @@ def _own_sums(
             X, y = model.split(batch)
             if not sums.n_data and model.class_token_ids is not None:
                 warn_of_rare_answers(model, X)
-            examples = n_before + share.places(len(y))
+            examples = n_before + share.take_indices(len(y))
             n_new = len(examples)
             # Ranks wait for each other's passes: some count nowhere.
             numbers = examples if n_new else torch.zeros(len(y), dtype=torch.long)
@@ -297,7 +300,7 @@ def _own_sums(
                     model.output_size,
                     class_counts=structure.task.class_counts(y),
                 )
-                sums = sums.plus(of_batch)
+                sums = sums.followed_by(of_batch)
     return replace(sums, called=frozenset(used))
 
 

@@ -27,7 +27,7 @@ from laplace_lora_ext.curvature.decomposed import LowRankKronDecomposed
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.messages import check_name
 from laplace_lora_ext.models.logits_model import find_transformer
-from laplace_lora_ext.models.running import exclusive
+from laplace_lora_ext.models.running import exclusive, normal_tensors
 from laplace_lora_ext.models.same_model import ModelState
 from laplace_lora_ext.passes.recorder import Directions
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
@@ -86,7 +86,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     # --- what is particular to the structure ------------------------------------------
 
     @property
-    @torch.inference_mode(False)  # what is kept must not be an inference tensor
+    @normal_tensors
     def posterior_precision(self) -> LowRankKronDecomposed:
         """Return the posterior precision, made once for a fit and its prior."""
         return self._once(lambda: self.H * self._H_factor + self.prior_precision)
@@ -114,7 +114,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         return self.H.spectrum.logdet(self._H_factor, self.prior_precision)
 
     @exclusive
-    @torch.inference_mode(False)
+    @normal_tensors
     def predictive_statistics(
         self,
         loader: DataLoader | Iterable[Any],
@@ -252,7 +252,7 @@ class FullLoRALaplace(LoRALaplace, FullLaplace):
     _kind_of_structure = FullStructure
 
     @property
-    @torch.inference_mode(False)  # what is kept must not be an inference tensor
+    @normal_tensors
     def posterior_scale(self) -> Tensor:
         """Return a root of the covariance, made once for a fit and its prior."""
         return self._once(lambda: invsqrt_precision(self.posterior_precision))

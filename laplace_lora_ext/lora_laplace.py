@@ -22,7 +22,7 @@ from laplace_lora_ext.models.lora_layers import (
     find_blocks,
     is_untrained,
 )
-from laplace_lora_ext.models.running import exclusive
+from laplace_lora_ext.models.running import exclusive, normal_tensors
 from laplace_lora_ext.models.same_model import (
     ModelState,
     check_same,
@@ -37,7 +37,12 @@ from laplace_lora_ext.predictive.amortization import (
     learnt_moments,
 )
 from laplace_lora_ext.predictive.learnt_variance import LearntVariance
-from laplace_lora_ext.predictive.links import LINKS, log_probabilities, shared_noise
+from laplace_lora_ext.predictive.links import (
+    DEFAULT_LINK,
+    LINKS,
+    log_probabilities,
+    shared_noise,
+)
 from laplace_lora_ext.predictive.moments import (
     Moments,
     gaussian_samples,
@@ -342,7 +347,7 @@ class LoRALaplace(Posterior, Predictor):
         return self._structure.backend
 
     @exclusive
-    @torch.inference_mode(False)  # what is kept must not be inference tensors
+    @normal_tensors
     def fit(
         self,
         train_loader: DataLoader | Iterable[Any],
@@ -421,10 +426,10 @@ class LoRALaplace(Posterior, Predictor):
         super()._check_H_init()
         self._move_with_model()
 
-    @torch.inference_mode(False)
+    @normal_tensors
     def _move_with_model(self) -> None:
         """Move the posterior and its prior to the model's LoRA weights."""
-        if self._fit is not None and self._fit.places == self.recorder.places:
+        if self._fit is not None and self._fit.homes == self.recorder.homes:
             return
         for name in ("prior_precision", "prior_mean", "sigma_noise"):
             setattr(self, name, getattr(self, name))  # the host moves what it is given
@@ -433,7 +438,7 @@ class LoRALaplace(Posterior, Predictor):
 
     # --- prior ------------------------------------------------------------------------
 
-    @torch.inference_mode(False)  # what is kept must not be inference tensors
+    @normal_tensors
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; refuse numbers that make no Gaussian."""
         if name in _POSITIVE:
@@ -442,8 +447,6 @@ class LoRALaplace(Posterior, Predictor):
             if isinstance(value, Tensor):
                 value = value.clone()
             self._posterior_scale = None  # that is made with the old value
-        if name == "prior_precision":
-            self._smallest_prior = None  # not looked at yet
         super().__setattr__(name, float(value) if name in _NUMBERS else value)
 
     def _once(self, make: Callable[[], Any]) -> Any:
@@ -465,12 +468,7 @@ class LoRALaplace(Posterior, Predictor):
         outputs' mean squared slope. Without variance a prediction takes one forward
         pass, and its epistemic uncertainty is 0.
         """
-        prior, kept = self.prior_precision, self._smallest_prior
-        # Once, since each look at a number on an accelerator waits for all work there.
-        # A prior may be changed in place.
-        if kept is None or kept[0] != prior._version:
-            kept = self._smallest_prior = prior._version, prior.min().item()
-        _, least = kept
+        least = self.prior_precision.min().item()
         if self.task.has_noise and self._fit is not None:
             least /= mean_squared_slope(self) * self._H_factor.item()
         return least < 0.99 * WITHOUT_VARIANCE  # which float32 rounds
@@ -495,10 +493,7 @@ class LoRALaplace(Posterior, Predictor):
     def scatter(self) -> Tensor:
         """Square the distance from the prior mean under the prior, in float64."""
         squares = (self.mean - self.prior_mean).double().square()
-        if len(self.prior_precision) < self.n_params:
-            of_blocks = squares.split(self._sizes)
-            squares = torch.stack([part.sum() for part in of_blocks])
-        return (squares * self.prior_precision.double()).sum()
+        return (squares * self.prior_precision_diag).sum()
 
     def optimize_prior_precision(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -627,21 +622,18 @@ class LoRALaplace(Posterior, Predictor):
                 if task.has_noise:
                     return samples.mean(0), samples.var(0)
                 return task.class_logits(samples).softmax(-1).mean(0)
+            link = link_approx
             if by_gradients and not self.has_variance:
-                self.check_model()
-                with torch.no_grad():
-                    logits = self.logit_scale * self.model(x)
-                # As all links have it; the host's bridges would divide 0 by 0.
-                return task.class_logits(logits).softmax(-1)
-            if has_link and link_approx in LINKS:
-                if diagonal_output and link_approx == "mc":
+                # Every link is the softmax then; the host's bridges divide 0 by 0.
+                link = DEFAULT_LINK
+            if has_link and link in LINKS:
+                if diagonal_output and link == "mc":
                     # "probit" has the variances of all logits, not of contrasts.
                     f_mu, f_var = moments_of(self, x, "probit")
                     moments = Moments(f_mu, without_covariances(f_var))
                 else:
-                    moments = moments_of(self, x, link_approx)
-                log_p = log_probabilities(moments, link_approx, n_samples, generator)
-                return log_p.exp()
+                    moments = moments_of(self, x, link)
+                return log_probabilities(moments, link, n_samples, generator).exp()
             of_all: Any = x
             if pred_type == "amortized":  # the host's bridges take square roots
                 of_all = amortized_moments(self, x).semidefinite()

@@ -17,13 +17,13 @@ from laplace_lora_ext.models.adapters import (
     own_adapter_back,
     own_weights,
 )
-from laplace_lora_ext.models.running import cpu_as_default
+from laplace_lora_ext.models.running import cpu_as_default, normal_tensors
 from laplace_lora_ext.models.weights import check_in_place, parameters_with, values_of
 
 _MOST_STEPS = 1000  # far more than any merge of ours has taken
 
 
-@torch.inference_mode(False)  # what is kept must not be inference tensors
+@normal_tensors
 def merge(posteriors: Sequence[LoRALaplace], adapter_name: str = "merged") -> str:
     """Write the mode of a product of posteriors as an adapter of the first one's model.
 

@@ -19,7 +19,7 @@ from laplace_lora_ext.models.adapters import (
     own_adapter_back,
     write_adapter,
 )
-from laplace_lora_ext.models.running import exclusive
+from laplace_lora_ext.models.running import exclusive, normal_tensors
 from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.learnt_variance import LearntVariance
 from laplace_lora_ext.predictive.moments import mix_moments
@@ -75,7 +75,7 @@ class LaplaceMixture(Predictor):
 
     members: list[LoRALaplace]
 
-    @torch.inference_mode(False)  # what is kept must not be inference tensors
+    @normal_tensors
     def __init__(self, members: Sequence[LoRALaplace]) -> None:
         self.members = [copy(member) for member in members]
         for member in self.members:
@@ -149,7 +149,7 @@ class LaplaceMixture(Predictor):
 
     @prior_precision.setter
     @exclusive
-    @torch.inference_mode(False)
+    @normal_tensors
     def prior_precision(self, factor: float | Tensor) -> None:
         factor = torch.tensor([float(factor)])
         for member, prior in zip(self.members, self._priors, strict=True):

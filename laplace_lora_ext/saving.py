@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 FILE = "laplace_posterior.safetensors"
-_VERSION = "7"
+_VERSION = "8"
 _TENSOR = "__tensor__"  # the only key of what stands for a tensor in the JSON
 
 

@@ -26,9 +26,9 @@ from laplace_lora_ext.passes.graph import Rows
 from laplace_lora_ext.passes.recorder import Recorder, Rounds
 from laplace_lora_ext.tasks.task import Draws, Seeds, Task
 
-# Bytes of rows that may wait for an update, or as many as the sums that they go into.
-# All rows of 16 texts in MiniLM then take one update, in place of 12: an accelerator
-# decomposes small matrices one after the other, whatever their size.
+# Bytes of rows that may wait for an update, or those of all large factors, if these are
+# more. All rows of 16 texts in MiniLM then take one update, in place of 12: an
+# accelerator decomposes small matrices one after the other, whatever their size.
 _WAITING = 2**24
 
 PAPER_SETTINGS: dict[str, Any] = {
@@ -291,16 +291,16 @@ class LowRankKronStructure(Structure):
         return {name: getattr(self.backend, name) for name in names}
 
     def zeros(self) -> list[KroneckerBlock]:
-        _, *places = self.recorder.places
+        _, *homes = self.recorder.homes
         return [
             KroneckerBlock.zeros(
                 block.shape,
                 block.small_output,
                 self.backend.rank,
                 self.backend.tail,
-                *place,
+                *home,
             )
-            for block, place in zip(self.recorder.blocks, places, strict=True)
+            for block, home in zip(self.recorder.blocks, homes, strict=True)
         ]
 
     def add(
@@ -356,10 +356,10 @@ class LowRankKronStructure(Structure):
         return [block.state_dict() for block in sums]
 
     def unpack(self, packed: list[dict[str, Any]]) -> list[KroneckerBlock]:
-        _, *places = self.recorder.places
+        _, *homes = self.recorder.homes
         return [
-            KroneckerBlock.from_state_dict(of_block, *place)
-            for of_block, place in zip(packed, places, strict=True)
+            KroneckerBlock.from_state_dict(of_block, *home)
+            for of_block, home in zip(packed, homes, strict=True)
         ]
 
 
@@ -403,7 +403,7 @@ class KronStructure(HostStructure):
         blocks = self.recorder.blocks
         check_in_place(blocks, 'hessian_structure="kron"')
         weights: list[Any] = [block.weight for block in blocks]
-        return Kron.init_from_model(weights, *self.recorder.places[0])
+        return Kron.init_from_model(weights, *self.recorder.homes[0])
 
     def _of_batch(self, x: Any, y: Tensor, examples: Tensor) -> tuple[Tensor, Kron]:
         model, taps = self.recorder.model, self.recorder.taps
@@ -429,7 +429,7 @@ class KronStructure(HostStructure):
         return sums.kfacs
 
     def unpack(self, packed: Any) -> Kron:
-        device, _ = self.recorder.places[0]
+        device, _ = self.recorder.homes[0]
         kfacs: list[Any] = [
             [factor.to(device, block.statistics_dtype) for factor in factors]
             for factors, block in zip(packed, self.recorder.blocks, strict=True)
@@ -442,7 +442,7 @@ class DiagStructure(HostStructure):
     """A diagonal, `(parameters,)`, which is its own curvature."""
 
     def zeros(self) -> Tensor:
-        device, dtype = self.recorder.places[0]
+        device, dtype = self.recorder.homes[0]
         n_params = sum(block.n_params for block in self.recorder.blocks)
         return torch.zeros(n_params, device=device, dtype=dtype)
 
@@ -463,7 +463,7 @@ class DiagStructure(HostStructure):
         return gradients.square().sum(0)
 
     def unpack(self, packed: Tensor) -> Tensor:
-        return packed.to(*self.recorder.places[0])
+        return packed.to(*self.recorder.homes[0])
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,6 @@ class Spectrum(NamedTuple):
     values: Tensor
     block: Tensor  # (E + F,), index of the block that each belongs to
     multiplicity: Tensor  # (E + F,), the number of directions of each
-    n_leading: int  # E
     n_blocks: int
 
     def equals(self, other: Spectrum) -> bool:
@@ -244,7 +243,6 @@ class LowRankKronDecomposed:
             values=torch.cat([part.to(zero.device) for part in parts]),
             block=numbers.repeat_interleave(counts).to(zero.device),
             multiplicity=multiplicity.repeat_interleave(counts).to(zero),
-            n_leading=int(counts[:n_blocks].sum()),
             n_blocks=n_blocks,
         )
 

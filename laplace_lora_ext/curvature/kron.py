@@ -67,30 +67,13 @@ class KroneckerBlock:
         cls, state: dict[str, Any], device: torch.device, dtype: torch.dtype
     ) -> KroneckerBlock:
         """Rebuild what `state_dict` returned; sums of squares stay in float64."""
-        small, large = state["output_factor"], state["input_factor"]
-        small_output = "matrix" in small
-        if not small_output:
-            small, large = large, small
-        return cls(
-            small_output,
-            small["matrix"].to(device, dtype),
-            large["columns"].to(device, dtype),
-            large["trace"].to(device),
-            state["normalizer"].to(device),
-            large["rank"],
-            large["tail"],
-        )
+        here = {name: state[name].to(device) for name in ("trace", "normalizer")}
+        here |= {name: state[name].to(device, dtype) for name in ("matrix", "columns")}
+        return cls(**state | here)
 
     def state_dict(self) -> dict[str, Any]:
-        """Collect tensors and numbers, ready for `torch.save`."""
-        names = ("columns", "trace", "rank", "tail")
-        factors = [{"matrix": self.matrix}, {name: vars(self)[name] for name in names}]
-        output, input_ = factors if self.small_output else reversed(factors)
-        return {
-            "output_factor": output,
-            "input_factor": input_,
-            "normalizer": self.normalizer,
-        }
+        """Return tensors and numbers alone, by the names of the fields."""
+        return dict(vars(self))
 
     @property
     def width(self) -> int:
@@ -144,9 +127,9 @@ class StreamingUpdates:
     their number rather than their size. So rows wait until there are `limit` bytes of
     them; then factors of one shape go together.
 
-    Rows that are not finite make a factor's trace so, and are not added: an
-    eigendecomposition would fail on them. Who adds rows looks at the traces, once a
-    batch: a look at a number on an accelerator waits for all work there.
+    Rows that are not finite make the factor's trace so, and are not added, as an
+    eigendecomposition would fail on them. Whoever adds rows looks at the traces once a
+    batch: each look at a number on an accelerator waits for all work there.
     """
 
     def __init__(self, limit: int = 0) -> None:

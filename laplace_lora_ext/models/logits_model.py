@@ -195,22 +195,22 @@ class LogitsModel(nn.Module):
 
     def positions(self, batch: Any, n_logits: int) -> Positions:
         """Describe the rows of a batch that has `n_logits` rows of logits."""
-        places = self.places(batch)
-        n_examples = n_logits if places is None else len(places)
+        mask = self.token_mask(batch)
+        n_examples = n_logits if mask is None else len(mask)
         rows = self._inputs(batch)
         if self.answers is not None:
             rows = self.answers.rows(rows)
         positions = positions_of(rows, n_examples, self.device)
         return positions._replace(owners_of_logits=self.owners(batch))
 
-    def places(self, batch: Any) -> Tensor | None:
+    def token_mask(self, batch: Any) -> Tensor | None:
         """Mark tokens `(B, T)` that have logits; None where examples have one row."""
         return None
 
     def owners(self, batch: Any) -> Tensor | None:
         """Number each logit's example, `(N,)`; None where each example has one row."""
-        places = self.places(batch)
-        return None if places is None else places.nonzero()[:, 0]
+        mask = self.token_mask(batch)
+        return None if mask is None else mask.nonzero()[:, 0]
 
     def unlabelled(self, inputs: Any) -> Any:
         """Return inputs without labels, which may say what of them has logits."""
@@ -224,13 +224,13 @@ class LogitsModel(nn.Module):
         Elsewhere is nan, and in whole numbers -100. Rows of examples stay as they are.
         """
         # Moments know no texts.
-        places = self.places(batch) if isinstance(batch, Mapping) else None
-        if places is None:
+        mask = self.token_mask(batch) if isinstance(batch, Mapping) else None
+        if mask is None:
             return rows
         by_row = rows.movedim(dim, 0)
         empty = torch.nan if rows.is_floating_point() else IGNORED
-        found = by_row.new_full((*places.shape, *by_row.shape[1:]), empty)
-        found[places.to(rows.device)] = by_row
+        found = by_row.new_full((*mask.shape, *by_row.shape[1:]), empty)
+        found[mask.to(rows.device)] = by_row
         return found.movedim((0, 1), (dim, dim + 1))
 
     def inputs(self, batch: Any) -> Any:
@@ -343,13 +343,16 @@ class LogitsModel(nn.Module):
                 for name, weight in holder.items()
                 if weight is not None and weight.requires_grad != (id(weight) in wanted)
             ]
-            for holder, name in changed:
-                holder[name].requires_grad_(not holder[name].requires_grad)
+
+            def flip() -> None:
+                for holder, name in changed:
+                    holder[name].requires_grad_(not holder[name].requires_grad)
+
+            flip()
             try:
                 yield
             finally:
-                for holder, name in changed:
-                    holder[name].requires_grad_(not holder[name].requires_grad)
+                flip()
 
     def _inputs(self, batch: Any) -> Any:
         """Return a batch without labels on the model's device, a mapping as a dict."""

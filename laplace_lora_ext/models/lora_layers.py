@@ -25,7 +25,6 @@ Selection = bool | str | Collection[str]
 
 # AdaLoRA has a factor between the two, its singular values.
 _OF_LORA = ("lora_A", "lora_B", "lora_E", "lora_embedding_A", "lora_embedding_B")
-_NAME = re.compile(rf".*\.({'|'.join(_OF_LORA)})\.[^.]+(\.weight)?")
 
 # It scales what a layer returns by a magnitude over a norm, which is no part of the
 # derivative: PEFT detaches it, as the DoRA paper does (section 4.3).
@@ -74,7 +73,8 @@ def find_blocks(
         if adapter in _adapters_of(layer)
     }
     if weight_names is not None:
-        if not (target_modules is layers_to_transform is None and not modules_to_save):
+        selects = target_modules is not None or layers_to_transform is not None
+        if selects or modules_to_save:
             raise ValueError(
                 "weight_names name all weights that take part: leave out "
                 "target_modules, layers_to_transform and modules_to_save."

@@ -104,6 +104,14 @@ def exclusive(method: Callable[Arguments, Result]) -> Callable[Arguments, Result
     return alone()(method)
 
 
+def normal_tensors(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Let a method make normal tensors, in a caller's inference mode too.
+
+    No later graph can save an inference tensor, so none may be kept.
+    """
+    return torch.inference_mode(False)(method)
+
+
 def cpu_as_default() -> AbstractContextManager[object]:
     """Make tensors without a device on the CPU, whatever `set_default_device` says."""
     if torch.get_default_device().type == "cpu":

@@ -39,8 +39,8 @@ class Weight(NamedTuple):
             return False
         if self.dtype != other.dtype:
             return self._cast_to(other) or other._cast_to(self)
-        # Merging an adapter and unmerging it rounds. In half precision that moves
-        # numbers by more than training may, and no difference is overlooked.
+        # Merging an adapter and unmerging it rounds. In half precision that may move
+        # numbers by more than a step of training does: there any difference counts.
         dtype = getattr(torch, self.dtype.removeprefix("torch."))
         atol = 0.0
         if dtype in (torch.float32, torch.float64) and len(self.sample):
@@ -59,7 +59,7 @@ class ModelState:
     """All that predictions depend on, except the values of the posterior's weights."""
 
     # Shape, and scaling of LoRA, by the name of the weight, without the adapter's name.
-    blocks: dict[str, tuple[list[int], float | None]]
+    blocks: dict[str, list[Any]]
     class_token_ids: ClassTokens | None
     mask_token_id: int | None
     normalised: bool
@@ -81,7 +81,7 @@ class ModelState:
             if (scaling := getattr(layer, "scaling", {}).get(adapter)) is not None
         }
         of_blocks = {
-            block.known_as: (list(block.shape), scalings.get(block.site))
+            block.known_as: [list(block.shape), scalings.get(block.site)]
             for block in blocks
         }
         sites = {block.site for block in blocks}
@@ -101,10 +101,9 @@ class ModelState:
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> ModelState:
         """Rebuild what `state_dict` has returned."""
-        weights = {name: Weight(*weight) for name, weight in state["weights"].items()}
-        # A file may hold lists in place of tuples.
-        blocks = {name: (shape, s) for name, (shape, s) in state["blocks"].items()}
-        return cls(**state | {"weights": weights, "blocks": blocks})
+        of_names = state["weights"].items()
+        weights: Any = {name: Weight(*weight) for name, weight in of_names}
+        return cls(**state | {"weights": weights})
 
     def state_dict(self) -> dict[str, Any]:
         """Return names, numbers and tensors, ready for `torch.save`."""
@@ -138,11 +137,11 @@ class ModelState:
 
 def check_runs(model: LogitsModel, blocks: Sequence[Block]) -> None:
     """Refuse LoRA layers that are merged, disabled or gone (`RuntimeError`)."""
-    # By identity: PEFT may have put another weight under the same name.
-    present = set(map(id, model.parameters()))
     idle = find_idle(adapter_layers(model.model))
     if idle is not None:
         raise RuntimeError(idle)
+    # By identity: PEFT may have put another weight under the same name.
+    present = set(map(id, model.parameters()))
     gone = [block.name for block in blocks if id(block.weight) not in present]
     if gone:
         raise RuntimeError(

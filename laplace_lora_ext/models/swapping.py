@@ -63,8 +63,8 @@ def swapping(
         # Where each lot stands in their order: the inverse of the permutation that
         # sorts them.
         goes = lots.argsort(-1).argsort(-1) < n_swapped
-        swapped = torch.where(goes, drawn_from[places], ids)
-        return {**text, "input_ids": swapped.to(text["input_ids"].device)}
+        ids = torch.where(goes, drawn_from[places], ids)
+        return {**text, "input_ids": ids.to(text["input_ids"].device)}
 
     return swapped
 

@@ -14,7 +14,7 @@ from accelerate.hooks import AlignDevicesHook, SequentialHook
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-Place = tuple[torch.device, torch.dtype]
+Home = tuple[torch.device, torch.dtype]
 """A device, and the precision of the numbers there."""
 
 Values = list[Tensor]
@@ -48,9 +48,9 @@ class View:
         m, n = sizes
         return m, n
 
-    def of(self, parameters: Tensor, n_leading: int = 0) -> Tensor:
-        """Cut the matrices `(..., m, n)` out of tensors of the parameter's shape."""
-        reshaped = parameters.reshape(*parameters.shape[:n_leading], *self.shape)
+    def of(self, parameter: Tensor) -> Tensor:
+        """Cut the matrix `(m, n)` out of a tensor of the parameter's shape."""
+        reshaped = parameter.reshape(self.shape)
         return reshaped if self.axis is None else reshaped.select(self.axis, self.place)
 
 
@@ -94,9 +94,9 @@ class Block:
         parameters: dict[str, Any] = self.module._parameters
         parameters[self.parameter] = weight
 
-    def matrix(self, parameters: Tensor, n_leading: int = 0) -> Tensor:
-        """Cut the matrices `(..., m, n)` out of tensors of the parameter's shape."""
-        return parameters if self.view is None else self.view.of(parameters, n_leading)
+    def matrix(self, parameter: Tensor) -> Tensor:
+        """Cut the matrix `(m, n)` out of a tensor of the parameter's shape."""
+        return parameter if self.view is None else self.view.of(parameter)
 
     @cached_property
     def shape(self) -> tuple[int, int]:

@@ -20,13 +20,7 @@ from laplace_lora_ext.models.batches import (
     part_of,
 )
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.weights import (
-    Block,
-    Place,
-    check_in_place,
-    device_of,
-    read,
-)
+from laplace_lora_ext.models.weights import Block, Home, check_in_place, device_of, read
 from laplace_lora_ext.passes.graph import (
     Graph,
     Rows,
@@ -171,7 +165,7 @@ class Recorder:
         self.taps = Taps(model, self.blocks)
 
     @property
-    def places(self) -> list[Place]:
+    def homes(self) -> list[Home]:
         """List where statistics belong now: those of all blocks, then each block's.
 
         The former belong on the model's device, a block's where its layer computes.
@@ -470,16 +464,16 @@ def _labelled_in_turn(model: LogitsModel, batch: Any, n_rows: int) -> Iterator[A
 
     Several texts stay together. Those without a label are left out.
     """
-    places = model.places(batch)
-    assert places is not None
-    tokens = places.nonzero()[:, 1]
-    if len(places) > 1 or len(tokens) <= n_rows:
+    mask = model.token_mask(batch)
+    assert mask is not None
+    tokens = mask.nonzero()[:, 1]
+    if len(mask) > 1 or len(tokens) <= n_rows:
         if len(tokens):
             yield batch
         return
     X, y = model.split_if_labelled(batch)
     # Where nobody has labelled a token, any class marks that it is asked for.
-    labels = torch.zeros_like(places, dtype=torch.long) if y is None else y
+    labels = torch.zeros_like(mask, dtype=torch.long) if y is None else y
     for some in tokens.split(n_rows):
         of_some = torch.full_like(labels, IGNORED)
         of_some[0, some] = labels[0, some]

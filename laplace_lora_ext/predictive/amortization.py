@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from laplace_lora_ext.models.answers import output_layer_of
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.running import exclusive
+from laplace_lora_ext.models.running import exclusive, normal_tensors
 from laplace_lora_ext.models.swapping import swapping
 from laplace_lora_ext.models.weights import are_in_place, values_of
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
@@ -41,7 +41,7 @@ _NOISE_OF_DRAWS = torch.polygamma(1, _HALF_OF_DRAWS).item()
 
 
 @exclusive
-@torch.inference_mode(False)
+@normal_tensors
 @torch.no_grad()
 @together()
 def amortize(

@@ -61,18 +61,18 @@ def over_loader(
     # A share counts the batches of one pass: a given one is copied, to be passed over
     # again.
     share = copy(loader) if isinstance(loader, Share) else Share(loader)
-    # Of batches, the rows' places in the data, and their columns.
-    kept_places = [torch.empty(0, dtype=torch.long)]
+    # Of batches, the rows' indices in the data, and their columns.
+    kept_indices = [torch.empty(0, dtype=torch.long)]
     kept: list[Columns] = []
     with nullcontext() if alone else together():
         passed = batch_by_batch(share, evaluate, description, progress_bar, owners)
-        for columns, places in passed:
-            kept_places.append(places)
+        for columns, indices in passed:
+            kept_indices.append(indices)
             kept.append(columns)
         own = join(kept) if kept else None
         if not alone:
             share.refuse_copies()
-        of_all = own if alone else join_ranks(torch.cat(kept_places), own, join)
+        of_all = own if alone else join_ranks(torch.cat(kept_indices), own, join)
     if of_all is None:
         raise ValueError(NO_DATA)
     return of_all
@@ -85,7 +85,7 @@ def batch_by_batch(
     progress_bar: bool,
     owners: Owners | None,
 ) -> Iterator[tuple[Result, Tensor]]:
-    """Evaluate a function batch by batch; yield results and their rows' places.
+    """Evaluate a function batch by batch; yield results and their rows' indices.
 
     All parts of a result have equally many rows. Batches of which no example is to
     count, since they only keep the ranks' passes alike, yield nothing.
@@ -96,9 +96,9 @@ def batch_by_batch(
             # Also of a batch that counts nowhere: ranks that share a model pass over it
             # together.
             result = evaluate(batch)
-            places = share.places(len(result[0]), of_rows)
-        if len(places):
-            yield result, places
+            indices = share.take_indices(len(result[0]), of_rows)
+        if len(indices):
+            yield result, indices
 
 
 def over_examples(

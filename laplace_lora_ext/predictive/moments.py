@@ -248,11 +248,11 @@ def alike(
     Those of the most probable class are 0. So they differ from those of the logits, but
     say the same of every difference of two that is known.
 
-    The classes that are left are taken to be like the known ones: their variance is the
-    mean of the known variances, and the covariance of two of them the mean of the known
-    covariances. Their covariance with the known ones is that of one of several
-    quantities that are all alike, predicted from the others by their sum. Nothing of
-    this makes a negative eigenvalue.
+    The classes that are left are taken to be like the k known ones: their variance v is
+    the mean of the known variances, and the covariance c of two of them the mean of the
+    known covariances, cut to [0, v]. The covariance with a known class j is that of the
+    best linear prediction from all known ones, c / (v + (k - 1) c) times the sum of
+    row j. Nothing of this makes a negative eigenvalue.
 
     Parameters
     ----------

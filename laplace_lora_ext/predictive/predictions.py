@@ -338,8 +338,7 @@ class NumberPrediction(NamedTuple):
         noises : sequence of torch.Tensor or float
             standard deviation of each posterior's, `()`
         """
-        means = torch.stack([f_mu for f_mu, _ in members])
-        of_outputs = torch.stack([f_var for _, f_var in members])
+        means, of_outputs = map(torch.stack, zip(*members, strict=True))
         identity = torch.eye(means.shape[-1]).to(of_outputs)
         of_noise = torch.stack([noise**2 * identity for noise in noises])
         of_targets = of_outputs + of_noise[:, None]

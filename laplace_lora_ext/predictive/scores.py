@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.models.running import exclusive
+from laplace_lora_ext.models.running import exclusive, normal_tensors
 from laplace_lora_ext.models.weights import Values, replace_weights
 from laplace_lora_ext.passes.graph import check_logits
 from laplace_lora_ext.predictive.moments import draw_seed
@@ -72,8 +72,7 @@ class TextScores(NamedTuple):
 
 
 @exclusive
-@torch.inference_mode(False)
-@torch.no_grad()
+@normal_tensors
 def score_texts(
     members: Sequence[Posterior],
     batch: Mapping[str, Any],
@@ -107,8 +106,7 @@ def score_texts(
 
 
 @exclusive
-@torch.inference_mode(False)
-@torch.no_grad()
+@normal_tensors
 def draw_logits(
     members: Sequence[Posterior],
     batch: Mapping[str, Any],
@@ -167,7 +165,7 @@ def _reader(
     states = LastStates(model.transformer) if len(parts) > 1 else None
 
     def logits(part: Span | None) -> Tensor:
-        with model.prepared(), replace_weights(member.blocks, weights):
+        with model.forward_passes(), replace_weights(member.blocks, weights):
             return model(batch, part=part, states=states)
 
     return logits

@@ -135,7 +135,7 @@ class PredictiveStatistics(_Rows):
         """
         deltas = as_tensor(prior_precision).to(self.spectrum.values)
         variances = self.spectrum.shifted(self.scale, deltas).reciprocal().to(self.f_mu)
-        of_leading, of_remaining = variances.tensor_split([self.spectrum.n_leading])
+        of_leading, of_remaining = variances.tensor_split([self.projections.shape[2]])
         covariances: list[Tensor] = []
         parts = self.projections.split(_AT_ONCE), self.inner_products.split(_AT_ONCE)
         with torch.autocast(self.f_mu.device.type, enabled=False):

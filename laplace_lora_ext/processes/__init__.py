@@ -45,8 +45,8 @@ def together() -> Iterator[None]:
     if count() == 1 or _TOGETHER.get():
         yield
         return
-    # Only the outermost block tells of errors: one exchange for each of the others'
-    # would not do.
+    # Only the outermost block tells of errors: if an inner one told, too, this rank
+    # would make more exchanges than the others do.
     token = _TOGETHER.set(True)
     try:
         yield

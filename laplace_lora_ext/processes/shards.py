@@ -58,8 +58,8 @@ class Share:
         self.is_dealt = count() > 1 and _is_divided(loader)
         self.loader = loader
         self.size = data_size(loader)
-        self._dealt_places: list[Tensor] = []  # of each batch's examples
-        self._n_batches = 0  # that `places` was asked for
+        self._dealt_indices: list[Tensor] = []  # of each batch's examples
+        self._n_batches = 0  # that `take_indices` was asked for
         self._n_rows = 0
         self._inputs = 0  # a sum over all rows so far
         if self.is_dealt:
@@ -79,7 +79,7 @@ class Share:
         indices = [examples[batch].tolist() for batch in batches]
         indices += [examples[:1].tolist()] * n_idle
         self.size = len(own)
-        self._dealt_places = batches + [own[:0]] * n_idle
+        self._dealt_indices = batches + [own[:0]] * n_idle
         self.loader = DataLoader(
             loader.dataset, batch_sampler=indices, **_options(loader)
         )
@@ -95,12 +95,14 @@ class Share:
         share.loader = [deepcopy(batch) for batch in share.loader]
         return share
 
-    def places(self, n_rows: int, owners: Tensor | None = None) -> Tensor:
-        """Return places in the whole data of the next batch's rows that count.
+    def take_indices(self, n_rows: int, owners: Tensor | None = None) -> Tensor:
+        """Take the indices, in the whole data, of the next batch's rows that count.
+
+        Call it once a batch.
 
         A row is an example, unless `owners` `(n_rows,)` say which of the batch's
         examples each is of, as of texts whose tokens have rows. An example's rows share
-        its place.
+        its index.
         """
         batch, first = self._n_batches, self._n_rows
         self._n_batches += 1
@@ -108,17 +110,17 @@ class Share:
         if not self.is_dealt:
             # Data of a rank's own come after those of the ranks before it.
             return rank() * _OWN + first + torch.arange(n_rows)
-        places = self._dealt_places[batch]
-        if not len(places):
-            return places[:0]
+        indices = self._dealt_indices[batch]
+        if not len(indices):
+            return indices[:0]
         if owners is not None:
-            return places[owners.cpu()]
-        if n_rows != len(places):
+            return indices[owners.cpu()]
+        if n_rows != len(indices):
             raise ValueError(
-                f"The collator did not make {len(places)} examples of {len(places)}: "
+                f"The collator did not make {len(indices)} examples of {len(indices)}: "
                 "with several processes, it must return one for each."
             )
-        return places
+        return indices
 
     def batches(
         self, description: str, progress_bar: bool
@@ -184,7 +186,7 @@ def data_size(loader: Any) -> int | None:
 def examples_of(loader: Any) -> Tensor:
     """Return the indices `(N,)` of the examples that a pass over a loader gives.
 
-    They are sorted, and each is there once, those that `drop_last` drops among them.
+    Sorted, each once, and with those that `drop_last` would drop.
     Other examples of the data set may be validation or test data. A loader that draws
     gives the same ones in every call. Of draws with replacement they are all that can
     be drawn.
@@ -276,11 +278,11 @@ def check_divisible(loader: DataLoader, held_out: float) -> None:
 
 
 class Division(NamedTuple):
-    """A data set without some examples, these, and their places in it, in order."""
+    """A data set without some examples, these, and their indices in it, in order."""
 
     rest: Any
     held: Any
-    places: list[int]
+    indices: list[int]
 
 
 def divide(
@@ -300,7 +302,7 @@ def divide(
     the first one's group. Call `check_divisible` first.
     """
     data = loader.dataset
-    places = examples_of(loader)
+    indices = examples_of(loader)
     first_with: dict[int, int] = {}
     first_copy = [
         first_with.setdefault(content, example)
@@ -323,9 +325,9 @@ def divide(
         )
     chosen = {distinct[example] for example in held}
     is_held = torch.tensor([first in chosen for first in first_copy])
-    places_held = places[is_held].tolist()
-    to_learn = select_examples(data, places[~is_held].tolist())
-    return Division(to_learn, select_examples(data, places_held), places_held)
+    indices_held = indices[is_held].tolist()
+    to_learn = select_examples(data, indices[~is_held].tolist())
+    return Division(to_learn, select_examples(data, indices_held), indices_held)
 
 
 def _mixed(groups: Tensor, generator: torch.Generator) -> Tensor:
@@ -334,31 +336,30 @@ def _mixed(groups: Tensor, generator: torch.Generator) -> Tensor:
     Systematic sampling: a group's k-th of m examples is at (k + u) / m of the order,
     where u is random and the same for the whole group.
     """
-    order = torch.randperm(len(groups), generator=generator)
-    groups = groups[order]
-    sizes = groups.bincount()
-    by_group = groups.argsort(stable=True)
-    first_of_group = sizes.cumsum(0) - sizes  # where it begins in `by_group`
-    k = torch.empty_like(groups)
-    k[by_group] = torch.arange(len(groups)) - first_of_group[groups[by_group]]
-    u = torch.rand(len(sizes), generator=generator, dtype=torch.float64)
-    position = (k + u[groups]) / sizes[groups]
-    return order[position.argsort(stable=True)]
+    at_random = torch.randperm(len(groups), generator=generator)
+    shuffled = groups[at_random]
+    n_groups = int(groups.max()) + 1
+    offsets = torch.rand(n_groups, generator=generator, dtype=torch.float64)
+    position = torch.empty(len(groups), dtype=torch.float64)
+    for group, u in enumerate(offsets):
+        own = at_random[shuffled == group]
+        position[own] = (torch.arange(len(own)) + u) / len(own)
+    return position.argsort()
 
 
 def own_examples(loader: DataLoader) -> Any:
     """Return a loader's data set, without examples that its sampler leaves out."""
-    places = examples_of(loader)
+    indices = examples_of(loader)
     data = loader.dataset
-    is_whole = isinstance(data, Sized) and len(places) == len(data)
-    return data if is_whole else select_examples(data, places.tolist())
+    is_whole = isinstance(data, Sized) and len(indices) == len(data)
+    return data if is_whole else select_examples(data, indices.tolist())
 
 
-def select_examples(data: Any, places: list[int]) -> Any:
+def select_examples(data: Any, indices: list[int]) -> Any:
     """Select some examples of a data set, in its order."""
-    places = sorted(places)
+    indices = sorted(indices)
     # Trainers know columns only of a `datasets.Dataset`, which `select` keeps one.
-    return data.select(places) if hasattr(data, "select") else Subset(data, places)
+    return data.select(indices) if hasattr(data, "select") else Subset(data, indices)
 
 
 def in_order(examples: Any, batch_size: int | None, **options: Any) -> DataLoader:
@@ -408,26 +409,26 @@ def join_batches(parts: Iterable[Columns]) -> Columns:
 
 
 def join_ranks(
-    places: Tensor,
+    indices: Tensor,
     columns: Columns | None,
     join: Callable[[Sequence[Columns]], Columns] = join_batches,
 ) -> Columns | None:
     """Join the ranks' tensors: their rows in the data's order.
 
-    Takes the places `(n,)` of this rank's rows, and columns `(n, ...)`, None on a rank
+    Takes the indices `(n,)` of this rank's rows, and columns `(n, ...)`, None on a rank
     without data; None if no rank has data. `join`, by default `join_batches`, joins the
     columns of ranks. Ranks of which only some have labels are refused by a
     `ValueError`.
     """
     if count() == 1:
         return columns
-    of_ranks = gathered((places, columns))
+    of_ranks = gathered((indices, columns))
     with_data = [of_rank for _, of_rank in of_ranks if of_rank is not None]
     if not with_data:
         return None
     # The rows of one example stay in their order.
-    all_places = torch.cat([of_rank for of_rank, _ in of_ranks])
-    order = all_places.argsort(stable=True)
+    all_indices = torch.cat([of_rank for of_rank, _ in of_ranks])
+    order = all_indices.argsort(stable=True)
     return tuple(column[order.to(column.device)] for column in join(with_data))
 
 

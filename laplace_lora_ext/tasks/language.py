@@ -204,11 +204,11 @@ class TokensModel(LogitsModel):
 
         # The layers before the output layer run here, and never again.
         self(batch, part=Span(first=0, size=1), states=states)
-        places = self.places(batch)
+        mask = self.token_mask(batch)
         rows: list[Tensor] = []
         of_parts: list[Tensor] = []
         for part in parts:
-            own = part.of(places)[places].nonzero()[:, 0]
+            own = part.of(mask)[mask].nonzero()[:, 0]
             rows.append(own)
             of_parts.append(checkpoint(read, part, labels.of(own), use_reentrant=False))
         in_order = torch.cat(rows).argsort()
@@ -225,7 +225,7 @@ class TokensModel(LogitsModel):
         Of more texts than that, a part has a token of each. Models that several ranks
         share are read at once, since ranks must make the same passes.
         """
-        labelled = self.places(batch)
+        labelled = self.token_mask(batch)
         most_of_a_text = int(labelled.sum(1).max())
         size = max(1, MOST_ROWS // len(labelled))
         if is_shared(self):
@@ -264,7 +264,7 @@ class TokensModel(LogitsModel):
         predicting = self.targets(batch, part) != IGNORED
         return predicting if self._decodes else predicting.roll(1, dims=1)
 
-    def places(self, batch: Any) -> Tensor:
+    def token_mask(self, batch: Any) -> Tensor:
         """Mark the tokens `(B, T)` at which logits predict a label."""
         return self.targets(batch) != IGNORED
 

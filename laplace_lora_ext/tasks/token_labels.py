@@ -47,7 +47,7 @@ class TokenLabelsModel(LogitsModel):
         _, y = super().split_if_labelled(batch)
         return text if text is None or y is None else {**text, self.dict_key_y: y}
 
-    def places(self, batch: Any) -> Tensor:
+    def token_mask(self, batch: Any) -> Tensor:
         """Mark the labelled tokens `(B, T)`; of a batch without labels, all of them."""
         X, y = self.split_if_labelled(batch)
         if y is not None:
@@ -55,18 +55,18 @@ class TokenLabelsModel(LogitsModel):
         return is_real(X).to(self.device)
 
     def _logits(self, batch: Any) -> Tensor:
-        places = self.places(batch)
+        mask = self.token_mask(batch)
         inputs = self._inputs(self.unlabelled(batch))
-        check_labelled(places)
+        check_labelled(mask)
         by_place = logits_of(self._call(inputs))
-        if by_place.shape[:2] != places.shape:
+        if by_place.shape[:2] != mask.shape:
             raise ValueError(
                 'The likelihood "token_classification" needs logits of shape (texts, '
                 f"tokens, classes), but the model returns {tuple(by_place.shape)} "
-                f"where labels or attention_mask have {tuple(places.shape)}: for one "
+                f"where labels or attention_mask have {tuple(mask.shape)}: for one "
                 'label a text use "classification".'
             )
-        return by_place[places.to(by_place.device)]
+        return by_place[mask.to(by_place.device)]
 
 
 class TokenClassification(Classification):
@@ -119,9 +119,9 @@ class TokenClassification(Classification):
 TOKEN_CLASSIFICATION = TokenClassification()
 
 
-def check_labelled(places: Tensor) -> None:
+def check_labelled(mask: Tensor) -> None:
     """Refuse a batch without a token whose label some logits predict."""
-    if not places.any():
+    if not mask.any():
         raise ValueError(
             f"no token is labelled: every label is {IGNORED}, or in free text on a "
             "first token, which nothing predicts. Leave such batches out"

@@ -280,7 +280,7 @@ def train_in_stages(
     seed = args.seed if args.data_seed is None else args.data_seed
     generator = torch.Generator().manual_seed(seed)
     division = training.divided(held_out, generator)
-    identity = str(crc32(str(division.places).encode()))
+    identity = str(crc32(str(division.indices).encode()))
     output = Path(args.output_dir)
     trainings = list(product((1, 2), range(members)))
     if not resume_from_checkpoint and args.should_save:
@@ -420,7 +420,6 @@ def _begun(folder: Path) -> tuple[dict[str, Any] | None, Path | None]:
 
 
 def _write(folder: Path, content: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / _MARK, json.dumps(content).encode())
 
 

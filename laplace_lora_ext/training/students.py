@@ -43,10 +43,10 @@ def distill(
     members: Sequence[Posterior],
     probabilities: Callable[[Any], Tensor],
     trainer: Any,
-    unlabelled: Any = "swapped",
-    adapter_name: str = "calibrated",
-    generator: torch.Generator | None = None,
-    progress_bar: bool = False,
+    unlabelled: Any,
+    adapter_name: str,
+    generator: torch.Generator | None,
+    progress_bar: bool,
 ) -> str:
     """Train an ordinary adapter whose own probabilities are those of a teacher.
 
@@ -139,7 +139,6 @@ def _texts(
     return training + [copy for copy in copies if copy is not None]
 
 
-@torch.no_grad()
 def _taught(
     models: Sequence[LogitsModel], probabilities: Tensor, batch: Any
 ) -> Iterator[Record]:
@@ -151,7 +150,7 @@ def _taught(
         # what all other tokens have together, the last of C + 1.
         of_models: list[Tensor] = []
         for each in models:
-            with each.prepared():
+            with each.forward_passes():
                 of_models.append(each.log_probs(batch)[:, -1:])
         others = torch.stack(of_models).exp().mean(0)
         probabilities = torch.cat([(1 - others) * probabilities, others], dim=1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laplace_lora_ext.curvature.decomposed import trace_of
 from laplace_lora_ext.messages import check_name
-from laplace_lora_ext.models.running import as_tensor, cpu_as_default
+from laplace_lora_ext.models.running import as_tensor, cpu_as_default, normal_tensors
 from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.moments import draw_seed
 from laplace_lora_ext.predictive.posterior import Hyperparameters, Posterior
@@ -157,7 +157,7 @@ class TuningMethod:
         la.hyperparameters = history.chosen
         return history
 
-    @torch.inference_mode(False)  # what is kept must not be inference tensors
+    @normal_tensors
     @torch.enable_grad()
     def choose(self, la: Predictor) -> TuningHistory:
         """Choose without setting anything: `la` stays as it is."""

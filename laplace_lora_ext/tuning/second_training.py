@@ -86,9 +86,9 @@ class SecondTraining(TuningMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        are_given = {self.train is not None, self.train_loader is not None}
-        # Both without a trainer, and neither beside one.
-        if are_given != {self.trainer is None}:
+        needed = self.trainer is None
+        given = [self.train is not None, self.train_loader is not None]
+        if given != [needed, needed]:
             raise ValueError(
                 "A second training needs either the trainer that has trained the "
                 "model, or train, a function that trains another model, and "

@@ -162,7 +162,7 @@ CHANGES = [
     ),
     (lambda model: model.unload(), r"lost weights .*query\.lora_A", False),
     (replace, r"lost weights .*query\.lora_A", False),
-    (scale, r"query\.lora_A.*was \(\[2, 12\], 2\.0\) .*6\.0", True),
+    (scale, r"query\.lora_A.*was \[\[2, 12\], 2\.0\] .*6\.0", True),
     (replace_weight, rf"output\.dense\.{DIFFERS}", True),
     (compute_weight, r"output\.dense\.weight differs", True),
 ]

@@ -57,7 +57,7 @@ def given(loader: DataLoader) -> tuple[list[int], list[int]]:
     examples, places, batch_sizes = [NO_EXAMPLES], [NO_EXAMPLES], []
     for batch in share.loader:
         batch_sizes.append(len(batch))
-        of_batch = share.places(len(batch))
+        of_batch = share.take_indices(len(batch))
         # Ranks pass over a batch that is no part of their share, with the others.
         if len(of_batch):
             examples.append(batch)
@@ -130,7 +130,7 @@ def test_a_loader_without_a_sampler_of_ranks_gives_each_its_own(make_loader, siz
         assert share.size == size
         # A pass over a share tells the places of each batch in turn.
         values = torch.cat(list(share.loader)) + 10 * rank
-        places = torch.cat([share.places(len(batch)) for batch in share.loader])
+        places = torch.cat([share.take_indices(len(batch)) for batch in share.loader])
         return join_ranks(places, (values,))[0].tolist()
 
     assert on_ranks(job, 2) == [[*range(5), *range(10, 15)]] * 2
@@ -197,7 +197,7 @@ def test_a_rank_without_data_adds_nothing():
             return join_ranks(NO_EXAMPLES, None)
         rows = torch.arange(4).reshape(2, 2) + 10 * rank
         labels = rows[:, 0]
-        return join_ranks(share.places(2), (rows, labels))
+        return join_ranks(share.take_indices(2), (rows, labels))
 
     for rows, labels in on_ranks(job, 3):
         assert rows.tolist() == [[0, 1], [2, 3], [20, 21], [22, 23]]

@@ -60,12 +60,12 @@ def test_it_takes_over_what_the_held_out_examples_choose(start):
     division = examples.divided(la, 0.3, generator(3))
     assert train.seen.indices == division.rest.indices
     # Others than without a generator.
-    assert division.places != examples.divided(la, 0.3, None).places
+    assert division.indices != examples.divided(la, 0.3, None).indices
 
     rest = loader(train.seen.indices)
     other = fitted(model=another_training(), batches=rest, modules_to_save=True)
     # By the default link.
-    expected = GridSearch(val_loader=loader(division.places), **start)(other)
+    expected = GridSearch(val_loader=loader(division.indices), **start)(other)
     assert torch.equal(la.prior_precision.double(), other.prior_precision.double())
     assert_close(history.objective, expected.objective)
     (posterior,) = history.posteriors
