@@ -352,13 +352,19 @@ def _check_own(model: nn.Module, blocks: Sequence[Block]) -> None:
     """Refuse weights that several layers share: a hook sees only one layer."""
     holders: Counter[int] = Counter()
     for module in model.modules():
-        holders.update(id(weight) for weight in module._parameters.values())
-    shared = [block.name for block in blocks if holders[id(block.weight)] > 1]
+        holders.update(map(_memory_of, module._parameters.values()))
+    shared = [block.name for block in blocks if holders[_memory_of(block.weight)] > 1]
     if shared:
         raise NotImplementedError(
             "Layers share weights: give each its own parameters, or leave out "
             f"{listed(shared)}."
         )
+
+
+def _memory_of(weight: Tensor | None) -> int:
+    """Number what a weight is in: PEFT ties some as transposed views of others."""
+    # Those that are not in memory have no address.
+    return id(weight) if weight is None else weight.data_ptr() or id(weight)
 
 
 def _variant(layer: BaseTunerLayer, adapter: str) -> str:

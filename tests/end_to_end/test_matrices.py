@@ -1,6 +1,7 @@
 """Weights of any kind: further adapters, costs, heads, which take part, refusals."""
 
 import warnings
+from collections import OrderedDict
 from functools import partial
 
 import pytest
@@ -25,7 +26,7 @@ from tests.support.matrices import (
     plain,
     roberta,
 )
-from tests.support.models import TwoLinear, base_model, head_of, pairs
+from tests.support.models import TwoLinear, base_model, built, head_of, pairs
 from tests.support.posteriors import count_forward_passes, make, normal
 
 assert_exact = partial(assert_close, **EXACT)
@@ -230,18 +231,12 @@ def test_what_is_frozen_in_a_head_is_left_out_unless_all_is():
     assert heads_of(make(model, modules_to_save=True)) == DENSE + OUT_PROJ
 
 
-class WithNorm(nn.Module):
-    """Its head is not of linear layers alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Linear(5, 6)
-        self.head = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 3))
-
-
 def with_norm() -> nn.Module:
+    """Make a model whose head is not of linear layers alone."""
+    head = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 3))
+    layers = {"encoder": nn.Linear(5, 6), "head": head}
     config = LoraConfig(target_modules=["encoder"], modules_to_save=["head"])
-    return get_peft_model(WithNorm(), config)
+    return get_peft_model(nn.Sequential(OrderedDict(layers)), config)
 
 
 def headless() -> nn.Module:
@@ -273,6 +268,16 @@ def test_heads_that_can_not_take_part_are_refused_by_name(model, selection, mess
     refused = (NotImplementedError, ValueError)
     with pytest.raises(refused, match=message):
         make(model(), modules_to_save=selection)
+
+
+def test_adapters_that_peft_ties_as_views_are_refused():
+    model = built("LlamaForCausalLM", tie_word_embeddings=True)
+    targets = ["embed_tokens", "lm_head"]
+    tied = get_peft_model(
+        model, LoraConfig(target_modules=targets, ensure_weight_tying=True)
+    )
+    with pytest.raises(NotImplementedError, match=r"share weights: .*lm_head\.lora_B"):
+        make(tied, class_token_ids=[1, 2])
 
 
 def test_the_linear_layer_of_a_head_takes_part_by_its_name():
