@@ -57,8 +57,8 @@ def calibrate(arguments: CalibrateArguments) -> None:
     # A folder of the name of the hub's would hide the adapter's tokenizer there.
     if arguments.output is None and not folder.is_dir():
         raise ValueError(
-            f"{folder} is no folder: name one for the posterior by --output, and later "
-            "by --posterior."
+            f"{folder} is no folder. If it is an adapter of the hub, name a folder for "
+            "its posterior by --output, and later by --posterior."
         )
     check_new(str(folder / FILE), arguments.overwrite)
     loaded = load(arguments)

@@ -85,6 +85,14 @@ class TuningHistory:
         losses = [trial.objective for trial in trials]
         return cls(trials, losses.index(min(losses)))
 
+    def __repr__(self) -> str:
+        """Say in a line what is chosen, among how many."""
+        prior = self.chosen.prior_precision.log().mean().exp().item()
+        return (
+            f"TuningHistory({len(self.trials)} trials; chosen: prior precision "
+            f"{prior:.4g}, loss {self.loss:.4g})"
+        )
+
     @property
     def chosen(self) -> Trial:
         """Return what the search has chosen."""

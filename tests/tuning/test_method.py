@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from laplace_lora_ext import GridSearch, Marglik, TuningHistory, ValGD
 from laplace_lora_ext.tuning import METHODS
-from laplace_lora_ext.tuning.method import unit_of_priors
+from laplace_lora_ext.tuning.method import Trial, unit_of_priors
 from tests.support.models import ragged_batches, without_labels
 from tests.support.posteriors import (
     another_training,
@@ -127,6 +127,12 @@ def test_a_search_starts_where_it_is_told(structure):
 
 
 # --- objects --------------------------------------------------------------------------
+
+
+def test_a_history_says_in_a_line_what_is_chosen():
+    tried = [Trial(torch.tensor([10.0**k, 4e6]), objective=k) for k in (3, 2, 4)]
+    expected = "TuningHistory(3 trials; chosen: prior precision 2e+04, loss 2)"
+    assert repr(TuningHistory.of_losses(tried)) == expected
 
 
 def results(la: Any, history: TuningHistory) -> list[Any]:
