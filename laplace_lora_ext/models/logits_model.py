@@ -40,6 +40,7 @@ from laplace_lora_ext.models.weights import device_of
 
 _LABEL_KEYS = ("label", "labels")
 _HALF = (torch.float16, torch.bfloat16)
+_CACHES = {"cache", "past_key_values"}  # as releases of transformers name it
 _BY_KEYWORD = (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
 
 Result = TypeVar("Result")
@@ -105,7 +106,10 @@ class LogitsModel(nn.Module):
         # A mapping that has it is one of keywords.
         self._first_key = parameters[0].name if len(parameters) > 1 else None
         # Nothing is read twice, and layers that are computed anew would add to a cache.
-        has_cache = any(each.name == "use_cache" for each in parameters)
+        # Some models take `use_cache` among their **kwargs, for the model within.
+        names = {each.name for each in parameters}
+        passes_on = any(each.kind is Parameter.VAR_KEYWORD for each in parameters)
+        has_cache = "use_cache" in names or (passes_on and bool(names & _CACHES))
         self._defaults = {"use_cache": False} if has_cache else {}
         answers = self._find_answers(class_token_ids, mask_token_id, normalised)
         self.answers = answers

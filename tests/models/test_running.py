@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
+from inspect import signature
 from threading import Barrier, BrokenBarrierError, Event, get_ident
 from time import sleep
 from typing import Any
@@ -21,6 +22,7 @@ from laplace_lora_ext.models.running import Tree, Turns, evaluating, put_back
 from tests.support.dense import full_rank
 from tests.support.models import (
     N_CLASSES,
+    built,
     first_batch,
     lora_model,
     pairs,
@@ -310,6 +312,21 @@ def test_layers_are_computed_anew_give_the_same_numbers_and_stay_as_they_were(ba
     # They may be checkpointed after a fit and predictions, too.
     plain.model.model.gradient_checkpointing_enable()
     assert_close(plain(batch, link_approx=link), la(batch, link_approx=link))
+
+
+def test_checkpoints_find_no_cache_where_use_cache_has_no_name_of_its_own():
+    base = built(
+        "GraniteMoeForCausalLM",
+        num_key_value_heads=1,
+        num_local_experts=2,
+        experts_implementation="eager",  # others have no float64
+    )
+    assert "use_cache" not in signature(base.forward).parameters
+    model = with_lora(base, "q_proj")
+    plain = fitted(model=model, class_token_ids=[3, 5, 7])
+    base.gradient_checkpointing_enable()
+    la = fitted(model=model, class_token_ids=[3, 5, 7])
+    assert_close(la.H.to_matrix(), plain.H.to_matrix())
 
 
 class Checkpointing(nn.Module):
