@@ -43,10 +43,10 @@ def distill(
     members: Sequence[Posterior],
     probabilities: Callable[[Any], Tensor],
     trainer: Any,
-    unlabelled: Any,
-    adapter_name: str,
-    generator: torch.Generator | None,
-    progress_bar: bool,
+    unlabelled: Any = "swapped",
+    adapter_name: str = "calibrated",
+    generator: torch.Generator | None = None,
+    progress_bar: bool = False,
 ) -> str:
     """Train an ordinary adapter whose own probabilities are those of a teacher.
 
