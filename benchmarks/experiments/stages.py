@@ -571,10 +571,10 @@ class Trial:
         return la.hyperparameters
 
     def _penalised_temperature(self, firsts: Sequence[Member]) -> float:
-        """Find the temperature as posteriors' scale is found, without variance.
+        """Find the temperature by the posteriors' own search, without variance.
 
-        That has a penalty for being surer than the model. Few held-out texts, all of
-        them right, would else choose a temperature near 0.
+        The search has a penalty for being surer than the model. Few held-out texts, all
+        of them right, would else choose a temperature near 0.
         """
         together = stages.joined([member.la for member in firsts])
         together.optimize_prior_precision(

@@ -352,7 +352,8 @@ def _check_own(model: nn.Module, blocks: Sequence[Block]) -> None:
     """Refuse weights that several layers share: a hook sees only one layer."""
     holders: Counter[int] = Counter()
     for module in model.modules():
-        holders.update(map(_memory_of, module._parameters.values()))
+        own = module._parameters.values()
+        holders.update(_memory_of(weight) for weight in own if weight is not None)
     shared = [block.name for block in blocks if holders[_memory_of(block.weight)] > 1]
     if shared:
         raise NotImplementedError(
@@ -361,10 +362,10 @@ def _check_own(model: nn.Module, blocks: Sequence[Block]) -> None:
         )
 
 
-def _memory_of(weight: Tensor | None) -> int:
-    """Number what a weight is in: PEFT ties some as transposed views of others."""
-    # Those that are not in memory have no address.
-    return id(weight) if weight is None else weight.data_ptr() or id(weight)
+def _memory_of(weight: Tensor) -> int:
+    """Number the memory of a weight: PEFT ties some as transposed views of others."""
+    # A weight that is sharded or offloaded has no address.
+    return weight.data_ptr() or id(weight)
 
 
 def _variant(layer: BaseTunerLayer, adapter: str) -> str:

@@ -101,9 +101,9 @@ class ModelState:
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> ModelState:
         """Rebuild what `state_dict` has returned."""
-        of_names = state["weights"].items()
-        weights: Any = {name: Weight(*weight) for name, weight in of_names}
-        return cls(**state | {"weights": weights})
+        weights = {name: Weight(*weight) for name, weight in state["weights"].items()}
+        fields: dict[str, Any] = state | {"weights": weights}
+        return cls(**fields)
 
     def state_dict(self) -> dict[str, Any]:
         """Return names, numbers and tensors, ready for `torch.save`."""

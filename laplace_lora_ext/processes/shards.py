@@ -98,11 +98,9 @@ class Share:
     def take_indices(self, n_rows: int, owners: Tensor | None = None) -> Tensor:
         """Take the indices, in the whole data, of the next batch's rows that count.
 
-        Call it once a batch.
-
-        A row is an example, unless `owners` `(n_rows,)` say which of the batch's
-        examples each is of, as of texts whose tokens have rows. An example's rows share
-        its index.
+        Each call moves on by a batch. A row is an example, unless `owners` `(n_rows,)`
+        say which of the batch's examples each is of, as of texts whose tokens have
+        rows. An example's rows share its index.
         """
         batch, first = self._n_batches, self._n_rows
         self._n_batches += 1
@@ -186,10 +184,10 @@ def data_size(loader: Any) -> int | None:
 def examples_of(loader: Any) -> Tensor:
     """Return the indices `(N,)` of the examples that a pass over a loader gives.
 
-    Sorted, each once, and with those that `drop_last` would drop.
-    Other examples of the data set may be validation or test data. A loader that draws
-    gives the same ones in every call. Of draws with replacement they are all that can
-    be drawn.
+    They are sorted, each is there once, and those that `drop_last` would drop are among
+    them. Other examples of the data set may be validation or test data. A loader that
+    draws gives the same ones in every call. Of draws with replacement they are all that
+    can be drawn.
     """
     for sampler in _samplers(loader):
         if getattr(sampler, "replacement", False):

@@ -86,6 +86,7 @@ class SecondTraining(TuningMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Both without a trainer, and neither beside one.
         needed = self.trainer is None
         given = [self.train is not None, self.train_loader is not None]
         if given != [needed, needed]:
