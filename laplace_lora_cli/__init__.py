@@ -200,13 +200,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if name not in COMMANDS:
         _fail("laplace-lora", f"no command {name!r}: there are {', '.join(COMMANDS)}")
     arguments = _parse(name, rest)
-    from laplace_lora_ext.commands import demo, run
-    from laplace_lora_ext.commands.loading import be_quiet
-
-    be_quiet()
     try:
         with warnings.catch_warnings():
+            # Before the imports, which warn too.
             warnings.showwarning = _show_warning
+            from laplace_lora_ext.commands import demo, run
+            from laplace_lora_ext.commands.loading import be_quiet
+
+            be_quiet()
             getattr(demo if name == "demo" else run, name)(arguments)
     except KeyboardInterrupt:
         if name == "predict":

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from huggingface_hub.utils import enable_progress_bars
 from peft import PeftConfig, PeftModel, TaskType, load_peft_weights
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import (
     AutoConfig,
@@ -30,10 +32,18 @@ from laplace_lora_cli import (
     PosteriorArguments,
     TextArguments,
 )
-from laplace_lora_ext.commands.texts import Row, column_of, numbers_of, read_rows
-from laplace_lora_ext.messages import listed
+from laplace_lora_ext.commands.texts import (
+    Row,
+    column_of,
+    fingerprints,
+    numbers_of,
+    read_rows,
+)
+from laplace_lora_ext.messages import listed, warn
 from laplace_lora_ext.models.choices import class_tokens
 from laplace_lora_ext.saving import read_state
+
+_CLASSES = ("class_names", "answers")
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,27 @@ class Loaded:
         rows, texts = self.texts(source)
         labels = column_of(rows, self.arguments.label_column or LABEL, source)
         return texts, numbers_of(labels, self.class_names, source)
+
+    def unseen_texts(
+        self, source: str, trained_on: Tensor
+    ) -> tuple[list[str], list[int]]:
+        """Read labelled texts without those that the model was trained on.
+
+        Of these it knows the answers, so that they would prove too much.
+        """
+        texts, labels = self.labelled_texts(source)
+        is_new = (~torch.isin(fingerprints(texts), trained_on)).tolist()
+        if not any(is_new):
+            raise ValueError(
+                f"All {len(texts)} texts of {source} are training texts, of which the "
+                "model knows the answers: pass others."
+            )
+        if not all(is_new):
+            warn(
+                f"{is_new.count(False)} of {len(texts)} texts of {source} are training "
+                "texts too, and are left out."
+            )
+        return list(compress(texts, is_new)), list(compress(labels, is_new))
 
     def encoded(self, texts: str | list[str], **options: Any) -> Any:
         """Tokenize a text or several, cut at `max_length`."""
@@ -121,7 +152,7 @@ class Loaded:
 def load(arguments: ModelArguments) -> Loaded:
     """Load an adapter with all that goes with it.
 
-    What a posterior was fitted with need not be given again, and nothing else may be.
+    What a posterior was fitted with need not be given again.
     """
     adapter = PeftConfig.from_pretrained(arguments.adapter)
     if isinstance(arguments, PosteriorArguments):
@@ -206,7 +237,10 @@ def posterior_folder(arguments: ModelArguments) -> str:
 
 
 def _with_saved(arguments: ModelArguments) -> ModelArguments:
-    """Read texts as those of the posterior's fit; another way is refused."""
+    """Read texts as those of the posterior's fit, but for what is given.
+
+    Other classes are refused. Columns and lengths are matters of a file.
+    """
     place = posterior_folder(arguments)
     try:
         saved: Mapping[str, Any] = read_state(place).get("metadata", {})
@@ -218,12 +252,13 @@ def _with_saved(arguments: ModelArguments) -> ModelArguments:
         if field.name not in saved:  # fitted in Python
             continue
         of_fit, given = saved[field.name], getattr(arguments, field.name)
-        if given not in (None, of_fit):
+        if given is None:
+            arguments = replace(arguments, **{field.name: of_fit})
+        elif field.name in _CLASSES and given != of_fit:
             raise ValueError(
                 f"The posterior in {place} was fitted with --{field.name} {of_fit!r}, "
                 f"and not {given!r}: leave it out."
             )
-        arguments = replace(arguments, **{field.name: of_fit})
     return arguments
 
 

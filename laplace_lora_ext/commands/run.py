@@ -40,13 +40,15 @@ from laplace_lora_ext.commands.report import (
     reason,
     verdict,
 )
-from laplace_lora_ext.commands.texts import Row, write_table
+from laplace_lora_ext.commands.texts import Row, fingerprints, write_table
 from laplace_lora_ext.laplace import Laplace
+from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.plots import Outcomes, outcomes, predict_both
-from laplace_lora_ext.predictive.predictions import Prediction, Review
+from laplace_lora_ext.predictive.predictions import Prediction, Review, check_review
 from laplace_lora_ext.saving import FILE, write_whole
 
 _KNOWS = "laplace_student.json"
+_OF_TEXTS = ("held_out", "trained_on")  # metadata with a number for each text
 _ORDER = "Are --class_names in the order of the model's outputs?"
 _FEW = 10  # texts that may be right in another order by accident
 
@@ -62,7 +64,12 @@ def calibrate(arguments: CalibrateArguments) -> None:
         )
     check_new(str(folder / FILE), arguments.overwrite)
     loaded = load(arguments)
-    train = loaded.batches(*loaded.labelled_texts(arguments.train))
+    texts, labels = loaded.labelled_texts(arguments.train)
+    trained_on = fingerprints(texts).unique()
+    train, held_out = loaded.batches(texts, labels), None
+    if arguments.validation is not None:
+        unseen = loaded.unseen_texts(arguments.validation, trained_on)
+        held_out = loaded.batches(*unseen)
     la = Laplace(
         loaded.model,
         "classification",
@@ -75,15 +82,14 @@ def calibrate(arguments: CalibrateArguments) -> None:
             la.fit(train, progress_bar=True)
         except UserWarning as error:
             raise ValueError(f"{error} {_ORDER}") from error
-    la.metadata = loaded.metadata()
-    if arguments.validation is None:
+    la.metadata = loaded.metadata() | {"trained_on": trained_on}
+    if held_out is None:
         la.optimize_prior_precision(
             method="agreement", train_loader=train, progress_bar=True
         )
         results = outcomes(la, train, progress_bar=True)
         known_as = "training texts, which the model knows"
     else:
-        held_out = loaded.batches(*loaded.labelled_texts(arguments.validation))
         la.optimize_prior_precision(
             method="gridsearch", val_loader=held_out, progress_bar=True
         )
@@ -201,7 +207,7 @@ def report(arguments: ReportArguments) -> None:
     output = check_new(arguments.output, arguments.overwrite)
     loaded = load(arguments)
     la = loaded.posterior()
-    texts, labels = loaded.labelled_texts(arguments.data)
+    texts, labels = loaded.unseen_texts(arguments.data, _trained_on(la))
     results = outcomes(la, loaded.batches(texts, labels), progress_bar=True)
     results = results._replace(temperature=la.metadata.get("temperature"))
     said = verdict(results, la.logit_scale)
@@ -217,7 +223,12 @@ def review(arguments: ReviewArguments) -> None:
         raise ValueError("Pass --accuracy or --capacity, and not both.")
     loaded = load(arguments)
     la = loaded.posterior()
+    check_review(arguments.accuracy, arguments.costs, len(loaded.class_names))
     rows, texts = loaded.texts(arguments.data)
+    tested = None
+    if arguments.test is not None:
+        unseen = loaded.unseen_texts(arguments.test, _trained_on(la))
+        tested = loaded.batches(*unseen)
     generator = torch.Generator(la.model.device).manual_seed(0)
     prediction = la.predict(
         loaded.batches(texts), generator=generator, progress_bar=True
@@ -237,8 +248,7 @@ def review(arguments: ReviewArguments) -> None:
     held_out = la.metadata.get("held_out")
     if queue.costs is not None:
         print("Nothing is proven of a mean cost: right answers prove an accuracy.")
-    elif arguments.test is not None:
-        tested = loaded.batches(*loaded.labelled_texts(arguments.test))
+    elif tested is not None:
         results = outcomes(la, tested, progress_bar=True)
         print(queue.proof(results.prediction.probabilities, results.labels))
     elif held_out is not None:
@@ -251,6 +261,11 @@ def review(arguments: ReviewArguments) -> None:
             "Nothing is proven: no texts were held out. Pass labelled ones as --test."
         )
     print(f"The queue is in {output}.")
+
+
+def _trained_on(la: LoRALaplace) -> torch.Tensor:
+    """Return the fingerprints of training texts; none of a fit in Python."""
+    return la.metadata.get("trained_on", torch.tensor([]))
 
 
 def _queue_lines(
@@ -333,7 +348,7 @@ def _write_student(loaded: Loaded, folder: Path, metadata: Mapping[str, Any]) ->
     Whoever opens an adapter reads the classes' names off the base model, and a pipeline
     reads its head there: beside a classifier's adapter is a copy that knows both.
     """
-    known = {key: value for key, value in metadata.items() if key != "held_out"}
+    known = {key: value for key, value in metadata.items() if key not in _OF_TEXTS}
     content = json.dumps(known, indent=2, ensure_ascii=False)
     write_whole(folder / _KNOWS, content.encode())
     if loaded.arguments.answers:

@@ -6,8 +6,12 @@ import csv
 import io
 import json
 from collections.abc import Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
+
+import torch
+from torch import Tensor
 
 from laplace_lora_ext.saving import write_whole
 
@@ -86,6 +90,9 @@ def _read_json(text: str, source: str) -> list[Row]:
                 f"Line {number} of {source} is no JSON ({error}). Pass {_HINT}."
             ) from error
         rows += value if is_list else [value]
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise ValueError(f"Row {number} of {source} is no object. Pass {_HINT}.")
     return rows
 
 
@@ -134,6 +141,12 @@ def column_of(rows: Sequence[Row], column: str, source: str) -> list[str]:
             )
         values.append(str(value))
     return values
+
+
+def fingerprints(texts: Sequence[str]) -> Tensor:
+    """Number texts `(N,)` by what they say, so that a file can know them."""
+    digests = [blake2b(text.encode(), digest_size=7).digest() for text in texts]
+    return torch.tensor([int.from_bytes(digest, "big") for digest in digests])
 
 
 def numbers_of(labels: Sequence[str], names: Sequence[str], source: str) -> list[int]:

@@ -110,12 +110,9 @@ class Prediction(NamedTuple):
             )
         if (accuracy is None) == (capacity is None):
             raise ValueError("Pass accuracy or capacity, and not both.")
-        if accuracy is not None and not 0 <= accuracy <= 1:
-            raise ValueError(f"accuracy must be from 0 to 1, not {accuracy}.")
+        check_review(accuracy, costs, self.probabilities.shape[1])
         if costs is not None:
             costs = torch.as_tensor(costs, device="cpu").double()
-            if costs.shape != self.probabilities.shape[1:]:
-                raise ValueError("costs must be one number for each class.")
         labels, doubt = decide(self.probabilities, costs)
         # Stable, so that equal doubts come out the same each time.
         order = doubt.argsort(descending=True, stable=True)
@@ -133,6 +130,16 @@ class Prediction(NamedTuple):
 
 
 # --- queues --------------------------------------------------------------------------
+
+
+def check_review(
+    accuracy: float | None, costs: Sequence[float] | Tensor | None, n_classes: int
+) -> None:
+    """Refuse another accuracy or other costs than `Prediction.review` takes."""
+    if accuracy is not None and not 0 <= accuracy <= 1:
+        raise ValueError(f"accuracy must be from 0 to 1, not {accuracy}.")
+    if costs is not None and torch.as_tensor(costs).shape != (n_classes,):
+        raise ValueError("costs must be one number for each class.")
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,18 +30,13 @@ from tests.support.saved_adapters import (
 # --- what a posterior's file knows ----------------------------------------------------
 
 
-def test_another_value_than_that_of_the_fit_is_refused(calibrated, refusal, tmp_path):
+def test_other_classes_than_those_of_the_fit_are_refused(calibrated, refusal, tmp_path):
     output = tmp_path / "output"
     ((kind, names),) = calibrated.named.items()
-    for name, value in [
-        (kind, names[::-1]),
-        (kind, names[:1]),
-        ("text_column", "label"),
-        ("max_length", 1),
-    ]:
-        options = calibrated.options | {name: value}
+    for others in (names[::-1], names[:1]):
+        options = calibrated.options | {kind: others}
         message = refusal("report", data=calibrated.test, output=output, **options)
-        assert f"was fitted with --{name}" in message
+        assert f"was fitted with --{kind}" in message
         assert not output.exists()
 
 
@@ -160,6 +155,21 @@ def test_columns_of_other_names(options, tmp_path):
     run("calibrate", text_column="body", label_column="class", **options)
     saved = read_state(options["output"])["metadata"]
     assert (saved["text_column"], saved["label_column"]) == ("body", "class")
+
+
+def test_columns_and_lengths_are_matters_of_a_file(calibrated, tmp_path):
+    rows = read_rows(calibrated.test)
+    other = tmp_path / "other.csv"
+    lines = ["body,class", *(f"{row['text']} red sky,?" for row in rows)]
+    other.write_text("\n".join(lines), encoding="utf-8")
+    options = calibrated.options | {"output": tmp_path / "lines.jsonl"}
+    run("predict", data=other, text_column="body", max_length=3, **options)
+    run("predict --resume", data=other, text_column="body", max_length=3, **options)
+    cut = [row["probability"] for row in read_rows(options["output"])]
+    options["output"] = tmp_path / "whole.jsonl"
+    run("predict", data=other, text_column="body", **options)
+    whole = [row["probability"] for row in read_rows(options["output"])]
+    assert cut != pytest.approx(whole, rel=1e-4)
 
 
 def test_a_text_that_is_too_long_is_named_before_any_is_read(options, refusal):

@@ -50,6 +50,35 @@ def test_without_validation_texts_agreement_chooses(options, refusal, capsys):
     assert "no texts were held out" in capsys.readouterr().out
 
 
+def test_training_texts_prove_nothing(options, refusal, tmp_path, capsys):
+    train, held_out = options["train"], write_rows(tmp_path / "held_out.jsonl", 20)
+    both = tmp_path / "both.jsonl"
+    both.write_text(held_out.read_text() + train.read_text())
+    assert "All 24 texts" in refusal("calibrate", validation=train, **options)
+    run("calibrate", validation=both, **options)
+    printed = capsys.readouterr()
+    assert "24 of 44 texts of" in printed.err
+    assert printed.out.startswith("On 20 validation texts")
+
+    posterior = {"adapter": options["adapter"], "posterior": options["output"]}
+    output = tmp_path / "output"
+    asked = {"data": train, "output": output, **posterior}
+    assert "All 24 texts" in refusal("report", **asked)
+    assert "All 24 texts" in refusal("review", accuracy=0.9, test=train, **asked)
+    assert not output.exists()
+    run("review", accuracy=0.1, test=both, **asked)
+    printed = capsys.readouterr()
+    assert "24 of 44 texts of" in printed.err
+    assert "Of 20 labelled texts decided alone" in printed.out
+
+
+def test_a_review_s_options_are_checked_before_its_texts(calibrated, refusal, tmp_path):
+    asked = {"data": tmp_path / "none.csv", "output": tmp_path / "queue.csv"}
+    asked |= calibrated.options
+    assert "accuracy must be" in refusal("review", accuracy=95, **asked)
+    assert "one number" in refusal("review", accuracy=0.9, costs=(1, 2, 3), **asked)
+
+
 def test_a_posterior_of_the_hub_s_adapter_needs_a_folder(options, refusal):
     message = refusal("calibrate", adapter="user/name", train=options["train"])
     assert "user/name is no folder" in message

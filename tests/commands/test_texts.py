@@ -57,6 +57,7 @@ def test_marks_within_a_text_end_no_line(tmp_path):
         ("open.csv", b'text,label\n"red sky,0\nblue,1\n', "Line 3 .* can't be read"),
         ("quote.csv", b'text,label\n"red" sky,0\n', "Line 2 .* can't be read"),
         ("cut.jsonl", b'{"text": "a"}\n{"text": "b\n{}\n', "Line 2 .* no JSON"),
+        ("numbers.json", b"[1, 2]", "Row 1 .* no object"),
         ("table.txt", TABLE.encode(), "Line 1 .* a CSV file"),
         ("empty.csv", b"text,label\n", "no rows"),
         ("missing.tsv", None, "does not exist"),

@@ -31,15 +31,17 @@ def write_rows(
 ) -> Path:
     """Write texts whose last word tells their label, as JSON lines or CSV.
 
-    The first ones have the next class's label.
+    The first ones have the next class's label. Files of different sizes share no text:
+    each begins with a word of its own, which is unknown to the tokenizer.
     """
     generator = torch.Generator().manual_seed(n_rows)
     rows = []
     for number in range(n_rows):
         drawn = torch.randint(len(names), (2,), generator=generator)
         first, label = drawn.tolist()
+        own = f"{n_rows}x{number}"
         told = names[(label + (number < n_wrong)) % len(names)]
-        rows.append({"text": f"{WORDS[first]} {WORDS[3 + label]}", "label": told})
+        rows.append({"text": f"{own} {WORDS[first]} {WORDS[3 + label]}", "label": told})
     lines = [json.dumps(row) for row in rows]
     if path.suffix == ".csv":
         lines = ["text,label", *(",".join(row.values()) for row in rows)]
@@ -75,7 +77,7 @@ def save_adapter(
     model = get_peft_model(base, LoraConfig(r=2, lora_alpha=16, **lora_config))
     words = tokenizer()
     last = WORDS[3 : 3 + (len(answers) or base.config.num_labels)]
-    texts = words([f"{first} {word}" for first in WORDS[:2] for word in last])
+    texts = words([f"0x0 {first} {word}" for first in WORDS[:2] for word in last])
     ids = torch.tensor(texts["input_ids"])
     labels = torch.arange(len(last)).repeat(2)
     if answers:
