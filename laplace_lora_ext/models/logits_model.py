@@ -40,7 +40,6 @@ from laplace_lora_ext.models.weights import device_of
 
 _LABEL_KEYS = ("label", "labels")
 _HALF = (torch.float16, torch.bfloat16)
-_CACHES = {"cache", "past_key_values"}  # as releases of transformers name it
 _BY_KEYWORD = (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
 
 Result = TypeVar("Result")
@@ -105,12 +104,6 @@ class LogitsModel(nn.Module):
         self._takes_only_keywords = self.transformer is not None or not has_place
         # A mapping that has it is one of keywords.
         self._first_key = parameters[0].name if len(parameters) > 1 else None
-        # Nothing is read twice, and layers that are computed anew would add to a cache.
-        # Some models take `use_cache` among their **kwargs, for the model within.
-        names = {each.name for each in parameters}
-        passes_on = any(each.kind is Parameter.VAR_KEYWORD for each in parameters)
-        has_cache = "use_cache" in names or (passes_on and bool(names & _CACHES))
-        self._defaults = {"use_cache": False} if has_cache else {}
         answers = self._find_answers(class_token_ids, mask_token_id, normalised)
         self.answers = answers
         self.class_token_ids = answers.class_token_ids if answers else None
@@ -393,7 +386,7 @@ class LogitsModel(nn.Module):
         # One that several threads run is put back when all have left.
         with nullcontext() if self._shared_state else put_back(self.tree):
             if given and (self._takes_only_keywords or self._first_key in given):
-                return self.model(**{**self._defaults, **given})
+                return self.model(**given)
             return self.model(inputs)
 
     def _find_answers(

@@ -153,6 +153,8 @@ class Tree:
         bitsandbytes' layers of four bits
     layers : list of nn.Module
         transformers' layers, which a training may checkpoint
+    configs : list
+        transformers' configurations that say whether a model keeps a cache
     read_by : list of nn.Module or None
         the layer that makes the logits, none where there is none; None before a pass
         has shown which it is
@@ -184,6 +186,9 @@ class Tree:
             m for m in self.modules if isinstance(m, GradientCheckpointingLayer)
         ]
         self._attributes = [vars(m) for m in self.modules]
+        configs = [vars(m).get("config") for m in self.modules]
+        with_cache = {id(c): c for c in configs if hasattr(c, "use_cache")}
+        self.configs: list[Any] = list(with_cache.values())
         self._children: list[dict[str, Any]] = [
             m._modules for m in self.modules if m._modules
         ]
@@ -358,13 +363,30 @@ def put_back(tree: Tree) -> Iterator[State]:
     modules = tree.watched
     state = State(modules)
     try:
-        yield state
+        with _without_cache(tree):
+            yield state
         if modules is tree.modules:  # all: most have nothing that a pass could change
             tree.watched = list(filter(_has_tensors, modules))
     finally:
         for module, attributes, buffers in state.before:
             vars(module).update(_differing(module, attributes))
             module._buffers.update(buffers)
+
+
+@contextmanager
+def _without_cache(tree: Tree) -> Iterator[None]:
+    """Let passes keep no keys and values: nothing is read twice.
+
+    Layers that are computed anew would add to them.
+    """
+    before = [config.use_cache for config in tree.configs]
+    for config in tree.configs:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config, use_cache in zip(tree.configs, before, strict=True):
+            config.use_cache = use_cache
 
 
 class State:
