@@ -198,7 +198,10 @@ class LogitsModel(nn.Module):
         if self.answers is not None:
             rows = self.answers.rows(rows)
         positions = positions_of(rows, n_examples, self.device)
-        return positions._replace(owners_of_logits=self.owners(batch))
+        # A module of one's own may put texts into another order, as by their lengths.
+        is_text = positions.is_text and self.transformer is not None
+        owners = self.owners(batch)
+        return positions._replace(owners_of_logits=owners, is_text=is_text)
 
     def token_mask(self, batch: Any) -> Tensor | None:
         """Mark tokens `(B, T)` that have logits; None where examples have one row."""

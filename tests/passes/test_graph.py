@@ -92,7 +92,7 @@ def positions_first(m: Two, x: Tensor) -> Tensor:
 
 
 def on_tokens(run: Forward) -> Forward:
-    """Of texts, whose proofs are remembered."""
+    """Of texts."""
     return lambda m, ids: run(m, m.embed(ids))
 
 
@@ -128,6 +128,11 @@ def needs_pairs(m: Two, x: Tensor) -> Tensor:
     if len(x) == 1:
         raise LookupError("not alone")
     return shared(3)(m, x)
+
+
+def sorted_by_first_tokens(m: Two, ids: Tensor) -> Tensor:
+    order = ids[:, 0].argsort()
+    return flat(m, m.embed(ids[order]))[order.argsort()]
 
 
 # Models of batches with several inputs.
@@ -191,6 +196,11 @@ CASES = {
     run.__name__: (on_tokens(run), texts(*SIZES)) for run in (flat, positions_first)
 } | {
     "texts, shared rows": (on_tokens(shared(3)), texts((3, 3), (2, 5), (1, 3))),
+    # The first batch is in order, by chance.
+    "sorted texts": (
+        sorted_by_first_tokens,
+        list(torch.tensor([[[1, 2], [3, 4]], [[3, 4], [1, 2]]])),
+    ),
     "called twice": (called_twice, numbers((4, 3))),
     "no example alone": (needs_pairs, numbers((4, 3), (3, 3))),
     # What the first batch does not show: no gradient comes to the first layer;
