@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 FILE = "laplace_posterior.safetensors"
-_VERSION = "8"
+_VERSION = "9"
 _TENSOR = "__tensor__"  # the only key of what stands for a tensor in the JSON
 
 

@@ -89,6 +89,17 @@ def test_a_posterior_made_or_read_finds_answers_as_the_first(tmp_path):
         from_pretrained(model, tmp_path, mask_token_id=3)
 
 
+def test_a_decoder_that_reads_another_padding_token_is_another_model(tmp_path):
+    base = built("GPT2ForSequenceClassification")
+    model = with_lora(base, "c_attn")
+    la = fitted(model=model)
+    la.save_pretrained(tmp_path)
+    from_pretrained(model, tmp_path)
+    base.config.pad_token_id += 1
+    with pytest.raises(ValueError, match="pad_token_id was 0 at the fit, and now is 1"):
+        from_pretrained(model, tmp_path)
+
+
 # Numbers of Python, of numpy and of torch, which are read in different ways.
 IMPOSSIBLE = [0.0, -1, float("nan"), float("inf"), np.float32(-1), torch.tensor(-1.0)]
 

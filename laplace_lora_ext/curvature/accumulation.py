@@ -20,6 +20,7 @@ from torch import Tensor
 from laplace_lora_ext.curvature.decomposed import LowRankKronDecomposed, diagonal_of
 from laplace_lora_ext.curvature.kron import KroneckerBlock, StreamingUpdates
 from laplace_lora_ext.messages import check_count, check_name, listed, naming
+from laplace_lora_ext.models.choices import Choices
 from laplace_lora_ext.models.lora_layers import check_known_to_host
 from laplace_lora_ext.models.weights import check_in_place, read
 from laplace_lora_ext.passes.graph import Rows
@@ -264,8 +265,8 @@ class Structure:
 class LowRankKronStructure(Structure):
     """Kronecker factors: dense on the small side, low-rank on the large one.
 
-    A `NotImplementedError` for "expand", where weights have no rows or tokens have
-    labels.
+    A `NotImplementedError` for "expand", where weights have no rows, tokens have
+    labels, or a decoder reads answers of several tokens.
     """
 
     def __post_init__(self) -> None:
@@ -277,6 +278,12 @@ class LowRankKronStructure(Structure):
                 'kfac_approx="expand" sums over the rows of linear layers, and these '
                 f'have none: {listed(unseen)}. Use kfac_approx="gradient", or leave '
                 "them out with target_modules."
+            )
+        answers = self.recorder.model.answers
+        if isinstance(answers, Choices) and answers.decodes:
+            raise NotImplementedError(
+                'kfac_approx="expand" finds no padding in answers that a decoder '
+                'reads: use kfac_approx="gradient".'
             )
         if self.task.has_tokens:
             raise NotImplementedError(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from laplace_lora_ext.messages import listed
 from laplace_lora_ext.models.answers import ClassTokens
+from laplace_lora_ext.models.batches import pad_token
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import adapter_layers, find_idle
 from laplace_lora_ext.models.running import Standing, Tree
@@ -63,6 +64,8 @@ class ModelState:
     class_token_ids: ClassTokens | None
     mask_token_id: int | None
     normalised: bool
+    # Before which decoders that classify read a text.
+    pad_token_id: int | None
     # Of the base model and the head, and of buffers that are saved with them. Names
     # leave out the adapter's. Left out altogether are other adapters, modules that this
     # one replaces, weights that are not in memory, quantized ones, and all weights of a
@@ -89,11 +92,13 @@ class ModelState:
             known_as: holder[name]
             for known_as, holder, name in _other_weights(model.tree, blocks)
         }
+        has_head = model.may_answer and model.answers is None
         return cls(
             blocks=of_blocks,
             class_token_ids=model.class_token_ids,
             mask_token_id=model.mask_token_id,
             normalised=model.normalised,
+            pad_token_id=pad_token(model.transformer) if has_head else None,
             weights=_sampled(others),
             scalings={name: s for name, s in scalings.items() if name not in sites},
         )
@@ -130,6 +135,7 @@ class ModelState:
             "class_token_ids": self.class_token_ids,
             "mask_token_id": self.mask_token_id,
             "normalised": self.normalised,
+            "pad_token_id": self.pad_token_id,
             **{f"The weight {n} (shape, scaling)": b for n, b in self.blocks.items()},
             **{f"The scaling of {name}": s for name, s in self.scalings.items()},
         }

@@ -138,7 +138,7 @@ def check_review(
     """Refuse another accuracy or other costs than `Prediction.review` takes."""
     if accuracy is not None and not 0 <= accuracy <= 1:
         raise ValueError(f"accuracy must be from 0 to 1, not {accuracy}.")
-    if costs is not None and torch.as_tensor(costs).shape != (n_classes,):
+    if costs is not None and torch.as_tensor(costs, device="cpu").shape != (n_classes,):
         raise ValueError("costs must be one number for each class.")
 
 

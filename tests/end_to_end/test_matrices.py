@@ -28,6 +28,7 @@ from tests.support.matrices import (
 )
 from tests.support.models import TwoLinear, base_model, built, head_of, pairs
 from tests.support.posteriors import count_forward_passes, make, normal
+from tests.support.texts import encoder_decoder
 
 assert_exact = partial(assert_close, **EXACT)
 # Most of these models are warned of, since their examples take passes of their own.
@@ -116,6 +117,13 @@ def test_doras_identity_is_no_input_of_expand():
     # The first A reads the examples as they are.
     ((X, _),) = pairs(n=5)
     assert_close(la.H_facs[0].trace, X.square().sum())
+
+
+def test_expand_is_refused_where_a_decoder_reads_answers_of_several_tokens():
+    writer = encoder_decoder("t5")
+    with pytest.raises(NotImplementedError, match="a decoder reads"):
+        make(writer, class_token_ids=[[3, 4], [5]], **full_rank(kfac_approx="expand"))
+    make(writer, class_token_ids=[3, 5], **full_rank(kfac_approx="expand"))
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,10 @@ def test_loaders_of_another_order_are_refused(la):
     for unordered in ({"batch_sampler": batches}, {"sampler": range(5, 0, -1)}):
         with pytest.raises(ValueError, match="shuffle=False"):
             la.predict(DataLoader(texts, collate_fn=collate, **unordered))
+    # Draws of two or three are often in order.
+    for n_texts in (2, 3):
+        with pytest.raises(ValueError, match="shuffle=False"):
+            la.predict(DataLoader(texts[:n_texts], shuffle=True, collate_fn=collate))
 
 
 def test_texts_of_several_lengths_want_a_collator(la):
