@@ -59,13 +59,16 @@ def quality(
     # torchmetrics takes anything outside [0, 1] for logits, even a rounding error.
     p = probabilities.double().clamp(0, 1)
     accuracy = multiclass_accuracy(p, labels, n_classes, average="micro")
+    # torchmetrics puts exactly 1 into a bin of its own, beyond the last. This is the
+    # largest number below it in float32.
+    below_one = p.clamp_max(1 - 2**-24)
     calibration_error = multiclass_calibration_error(
-        p, labels, n_classes, n_bins=n_bins, norm="l1"
+        below_one, labels, n_classes, n_bins=n_bins, norm="l1"
     )
     squared_distances = (p - one_hot(labels, n_classes)).square().sum(-1)
     return {
         "accuracy": accuracy.item(),
-        "nll": negative_log_likelihood(p, labels),
+        "nll": negative_log_likelihood(probabilities, labels),
         "ece": calibration_error.item(),
         "brier": squared_distances.mean().item(),
     }
@@ -227,7 +230,7 @@ def _pred_types(la: Predictor) -> list[str]:
 
 
 def negative_log_likelihood(probabilities: Tensor, labels: Tensor) -> float:
-    """Average in nats; a probability of 0 counts as the smallest positive number.
+    """Average in nats; 0 counts as the smallest positive number of its precision.
 
     Parameters
     ----------
@@ -242,4 +245,4 @@ def negative_log_likelihood(probabilities: Tensor, labels: Tensor) -> float:
         mean over examples, in nats
     """
     smallest = torch.finfo(probabilities.dtype).tiny
-    return nll_loss(probabilities.clamp_min(smallest).log(), labels).item()
+    return nll_loss(probabilities.double().clamp(smallest, 1).log(), labels).item()

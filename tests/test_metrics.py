@@ -24,12 +24,15 @@ EVEN = torch.full_like(PERFECT, 0.5)
 def test_figures_of_predictions_of_known_quality():
     # Rounding may lead a little too far.
     perfect = quality(1.0000001 * PERFECT, LABELS)
-    assert perfect == {"accuracy": 1, "nll": 0, "ece": 0, "brier": 0}
+    expected = {"accuracy": 1, "nll": 0, "ece": 0, "brier": 0}
+    assert perfect == pytest.approx(expected, abs=1e-7)
     certain_and_wrong = quality(PERFECT.flip(1), LABELS)
     # Squared errors are summed over both classes.
     assert certain_and_wrong["brier"] == 2
-    assert certain_and_wrong["ece"] == 1
-    assert 700 < certain_and_wrong["nll"] < math.inf
+    assert certain_and_wrong["ece"] == pytest.approx(1)
+    # Zeros of float32 say less than those of float64.
+    assert certain_and_wrong["nll"] == pytest.approx(126 * math.log(2))
+    assert quality(PERFECT.double().flip(1), LABELS)["nll"] > 700
     # A coin.
     assert quality(EVEN, LABELS)["nll"] == pytest.approx(math.log(2))
     # They say 0.65 and are always right, or 0.95 and are wrong.
@@ -38,6 +41,9 @@ def test_figures_of_predictions_of_known_quality():
     for n_bins, error in ((15, (0.35 + 0.95) / 2), (1, 0.8 - 0.5)):
         found = quality(p, LABELS.repeat(2), n_bins)
         assert found["ece"] == pytest.approx(error, abs=1e-6)
+    # In the last bin they say 0.975, and half of them are right.
+    p = torch.cat([PERFECT, sure.flip(1)])
+    assert quality(p, LABELS.repeat(2))["ece"] == pytest.approx(0.475, abs=1e-6)
 
 
 @pytest.mark.filterwarnings("error:The model's outputs")

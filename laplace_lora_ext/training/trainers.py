@@ -190,6 +190,9 @@ def train_with(
         trainer.lr_scheduler = None
         # A wrapper knows the weights that were trained before.
         trainer.model_wrapped = trainer.model
+        has_others = len(find_peft_model(trainer.model).peft_config) > 1
+        if checkpoint is not None and has_others:
+            _read_active(trainer, checkpoint)
         trainer.train(
             resume_from_checkpoint=None if checkpoint is None else str(checkpoint)
         )
@@ -197,10 +200,17 @@ def train_with(
     trainer.state = state
     best = state.best_model_checkpoint
     if args.load_best_model_at_end and best:
-        # The trainer has read "default", which PEFT saves beside the other adapters'
-        # folders.
-        model = find_peft_model(trainer.model)
-        read_adapter(model, str(model.active_adapter), Path(best))
+        _read_active(trainer, Path(best))
+
+
+def _read_active(trainer: Any, checkpoint: Path) -> None:
+    """Read the adapter that is trained from a checkpoint.
+
+    PEFT saves "default" beside the other adapters' folders. Some releases of
+    transformers read it alone, and others all but it.
+    """
+    model = find_peft_model(trainer.model)
+    read_adapter(model, str(model.active_adapter), checkpoint)
 
 
 @contextmanager

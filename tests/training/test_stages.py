@@ -17,6 +17,7 @@ from torch.utils.data import (
     Subset,
     SubsetRandomSampler,
 )
+from transformers import Trainer
 
 from laplace_lora_ext import (
     GridSearch,
@@ -258,7 +259,7 @@ def test_all_is_in_the_output_folder_and_the_logs(tmp_path):
 # --- runs that were killed ------------------------------------------------------------
 
 
-def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path):
+def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path, monkeypatch):
     whole = trainer_of(tmp_path / "whole", max_steps=6)
     expected = train_in_stages(whole, members=2)
     # Of two members and two stages, each after another seed.
@@ -270,6 +271,8 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path):
     train_in_stages(trainer_of(folder, learning_rate=0.1, max_steps=8))
     # Of five steps of the first stage, for each member, and two of the second: within
     # the first member's last training, and before the other's.
+    # Up to 5.22, transformers reads no "default" that has other adapters beside it.
+    monkeypatch.setattr(Trainer, "_load_from_checkpoint", lambda *_: None)
     for stop, resumes in ((12, False), (2, True)):
         killed = trainer_of(folder, Stop(stop), max_steps=6)
         handler = killed.callback_handler
