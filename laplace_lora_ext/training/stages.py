@@ -211,7 +211,7 @@ def train_in_stages(
     members: int = 1,
     likelihood: str | None = None,
     resume_from_checkpoint: bool = False,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
     **options: Any,
 ) -> Any:
     """Train a calibrated model, in place of `trainer.train()`, at 1.05 times its cost.
@@ -246,8 +246,8 @@ def train_in_stages(
         "language_modeling"; with batches of choices pass "classification"
     resume_from_checkpoint : bool, default=False
         go on after an interruption, in whichever stage it was
-    progress_bar : bool, default=False
-        whether to show one
+    progress_bar : bool, optional
+        whether to show one between the trainings; by default where the trainer does
     **options
         for the Laplace class, such as `class_token_ids` and `backend_kwargs`; the
         `tokenizer` of `class_texts` is the trainer's unless you pass one
@@ -270,6 +270,8 @@ def train_in_stages(
     # As `trainer.train()` sets it: decoders that classify find the end of a text by it.
     if transformer is not None and pad_token(transformer) is None:
         text_config(transformer).pad_token_id = getattr(tokenizer, "pad_token_id", None)
+    if progress_bar is None:
+        progress_bar = not trainer.args.disable_tqdm
     training = _Training(
         model=trainer.model,
         examples=Examples.of_trainer(trainer),
@@ -457,9 +459,13 @@ def _figures(trainer: Any, la: Predictor, history: TuningHistory) -> dict[str, f
     # Streams have no length, and a dictionary's data sets would need figures each.
     if not isinstance(data, Sized) or isinstance(data, dict):
         return figures
-    loader = loader_of(trainer, data)
-    if task.writes:  # of texts the NLL of a token
-        return figures | {"eval_laplace_nll": nll_of_tokens(la, loader)}
-    for name, figure in compare(la, loader).posterior.items():
-        figures[f"eval_laplace_{name}"] = figure
-    return figures
+    try:
+        loader = loader_of(trainer, data)
+        if task.writes:  # of texts the NLL of a token
+            return figures | {"eval_laplace_nll": nll_of_tokens(la, loader)}
+        measured = compare(la, loader).posterior
+    # Of texts without labels, say: no training ends in vain for that.
+    except (TypeError, ValueError) as error:
+        warn(f"The posterior has no figures of eval_dataset: {error}")
+        return figures
+    return figures | {f"eval_laplace_{name}": f for name, f in measured.items()}

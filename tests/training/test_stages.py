@@ -256,6 +256,15 @@ def test_all_is_in_the_output_folder_and_the_logs(tmp_path):
         LaplaceMixture.from_pretrained(fresh_base(), tmp_path)
 
 
+def test_a_training_does_not_end_in_vain_for_its_evaluation_data(tmp_path):
+    without_labels = [{"input_ids": text["input_ids"]} for text in Texts(3)]
+    trainer = trainer_of(tmp_path, eval_data=without_labels)
+    with pytest.warns(UserWarning, match="no figures of eval_dataset: .*No labels"):
+        train_in_stages(trainer)
+    assert "laplace_held_out_nll" in trainer.state.log_history[-1]
+    assert (tmp_path / "trainer_state.json").exists()
+
+
 # --- runs that were killed ------------------------------------------------------------
 
 
