@@ -197,7 +197,7 @@ class GridSearch(GridMethod):
     -----
     UserWarning
         If no prior precision of three or more is better than the first or, at a fixed
-        scale, the last.
+        scale, the last; or if the data seem to be those of the fit.
     """
 
     val_loader: Iterable[Any] | PredictiveStatistics
@@ -239,10 +239,14 @@ class GridSearch(GridMethod):
             share.refuse_copies()
             summed = gathered(of_rank)
         sums, counts = zip(*summed, strict=True)
+        total, n_examples = torch.stack(sums).sum(0), sum(counts)
+        of_classes = isinstance(score, Likelihoods) and score.is_free
+        if of_classes and n_examples == members[0].n_data:
+            # Without variance and scale the loss is the trained model's.
+            of_model = total[-1, LOGIT_SCALES.index(1.0)].item()
+            _warn_of_training_data(of_model, float(members[0].loss))
         log_priors = _log_priors(grid, members, own)
-        history = expected_choice(
-            grid, torch.stack(sums).sum(0), sum(counts), score, log_priors
-        )
+        history = expected_choice(grid, total, n_examples, score, log_priors)
         warn_at_ends(history)
         return history
 
@@ -411,6 +415,16 @@ def _log_priors(
         usual = math.log10(USUAL_PRIOR * unit_of_priors(member))
         logs += (prior.double().log10().mean().cpu() - usual) / len(members)
     return -((logs / DECADES) ** 2) / 2
+
+
+def _warn_of_training_data(loss: float, of_fit: float) -> None:
+    """Warn where as many examples as a fit's have the very loss of the fit."""
+    if math.isclose(loss, of_fit, rel_tol=1e-4):
+        warn(
+            "The validation data seem to be the training data: as many, with the same "
+            "loss. The model knows their answers, and will be too sure of others. Pass "
+            'held-out data, or choose with method="agreement".'
+        )
 
 
 def warn_at_ends(history: TuningHistory) -> None:

@@ -251,6 +251,15 @@ def test_a_search_that_ends_without_variance_says_so(la):
     assert prediction.total_entropy.all()
 
 
+def test_training_data_are_no_validation_data(la):
+    for seed, is_warned in ((1, True), (7, False)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            GridSearch(val_loader=ragged_batches(seed=seed), **GRID)(la)
+        said = " ".join(str(each.message) for each in caught)
+        assert ("seem to be the training data" in said) is is_warned
+
+
 # --- the noise of numbers -------------------------------------------------------------
 
 
