@@ -66,10 +66,7 @@ class Outcomes(NamedTuple):
 
 
 def outcomes(
-    la: Predictor,
-    loader: Iterable[Any],
-    pred_type: str = "glm",
-    progress_bar: bool = False,
+    la: Predictor, loader: Iterable[Any], progress_bar: bool = False
 ) -> Outcomes:
     """Predict labelled examples by the trained model and by its posterior.
 
@@ -79,8 +76,6 @@ def outcomes(
         of classes; of a mixture, the trained model is the first member's
     loader : iterable of batches
         with labels; read once
-    pred_type : {"glm", "amortized"}
-        as for `la.predict`
     progress_bar : bool, default=False
         whether to show one
 
@@ -105,7 +100,7 @@ def outcomes(
 
     def of_batch(batch: Any) -> Columns:
         inputs, y = first.model.split(batch)
-        logits, prediction = predict_both(la, inputs, pred_type)
+        logits, prediction = predict_both(la, inputs)
         labels = task.check_targets(y, logits).long()
         columns = task.class_logits(logits).softmax(-1), labels, *prediction
         return tuple(column.detach().cpu() for column in columns)
@@ -119,7 +114,9 @@ def outcomes(
     return Outcomes(trained.flatten(0, -2), prediction, labels.flatten())
 
 
-def predict_both(la: Any, inputs: Any, pred_type: str) -> tuple[Tensor, Prediction]:
+def predict_both(
+    la: Any, inputs: Any, pred_type: str = "glm"
+) -> tuple[Tensor, Prediction]:
     """Return a trained model's logits of a batch, and its posterior's prediction.
 
     All batches see the same draws.
@@ -130,7 +127,7 @@ def predict_both(la: Any, inputs: Any, pred_type: str) -> tuple[Tensor, Predicti
         of classes
     inputs : Mapping
         a batch without labels
-    pred_type : {"glm", "amortized"}
+    pred_type : {"glm", "amortized"}, default="glm"
         as for `la.predict`
 
     Returns
