@@ -482,10 +482,13 @@ def is_proven(graph: Graph) -> bool:
     size = n_examples.bit_length()  # 2 for 2 and 3 examples, 3 for 4 to 7, and so on
     is_known = True
     lasting: set[int] = set()  # blocks
+    # Rows of no examples: as of a router, which picks any number of them, or of the
+    # identity that DoRA sends through its layers, and which gets no gradient.
+    has_odd = False
     for index, calls in enumerate(graph.calls):
-        # Cheap, and surely wrong: as where a router has picked any number of rows.
         if any(not shape or shape[0] % n_examples for shape in calls):
-            return False
+            has_odd, is_known = True, False
+            continue
         site = blocks[index].site
         if all(_lasts(site, shape, positions) for shape in calls):
             lasting.add(index)
@@ -514,7 +517,12 @@ def is_proven(graph: Graph) -> bool:
     vector = torch.randn(graph.logits.shape[1], generator=generator)
     chosen = positions.logits_of(words).to(graph.logits)  # (S, N)
     vectors = chosen[..., None] * vector.to(graph.logits)
-    graph.back_propagate(vectors, look, retain_graph=True)
+    try:
+        graph.back_propagate(vectors, look, retain_graph=True)
+    except RuntimeError:
+        if has_odd:  # which got a gradient, and can't be divided
+            return False
+        raise
     for index, is_wrong in zip(
         non_finite, read(list(non_finite.values())), strict=True
     ):

@@ -119,6 +119,19 @@ def test_doras_identity_is_no_input_of_expand():
     assert_close(la.H_facs[0].trace, X.square().sum())
 
 
+def test_doras_identity_keeps_no_batch_from_going_whole():
+    la = make(with_dora(), **full_rank())
+    # Its rows are five, which four examples don't divide.
+    batches = [*pairs(n=5), *pairs(n=4)]
+    la.fit([(X[[i]], y[[i]]) for X, y in batches for i in range(len(y))])
+    expected = la.H.to_matrix()
+    la.fit(batches)
+    assert_exact(la.H.to_matrix(), expected)
+    calls = count_forward_passes(la)
+    la.fit(batches)
+    assert len(calls) == len(batches)
+
+
 def test_expand_is_refused_where_a_decoder_reads_answers_of_several_tokens():
     writer = encoder_decoder("t5")
     with pytest.raises(NotImplementedError, match="a decoder reads"):
