@@ -144,8 +144,12 @@ def _matrices(name: str, layer: BaseTunerLayer, adapter: str) -> Iterator[Block]
             module = holder[adapter]
             parameter = "weight"
             weight_name += ".weight"
-        weight = module._parameters[parameter]
-        assert weight is not None
+        weight = module._parameters.get(parameter)
+        if weight is None:
+            raise NotImplementedError(
+                f"{name} has a {type(module).__name__} among its weights, as of "
+                "MonteCLoRA, and not matrices alone: leave it out of the adapter."
+            )
         # A layer of LoRA then adds `B(A(x))`.
         calls_halves = not isinstance(layer, _OF_PARAMETER)
         calls_halves &= _variant(layer, adapter) in ("", _DORA)

@@ -4,6 +4,7 @@ import warnings
 from collections import OrderedDict
 from functools import partial
 
+import peft
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -26,7 +27,14 @@ from tests.support.matrices import (
     plain,
     roberta,
 )
-from tests.support.models import TwoLinear, base_model, built, head_of, pairs
+from tests.support.models import (
+    TwoLinear,
+    base_model,
+    built,
+    head_of,
+    pairs,
+    plain_model,
+)
 from tests.support.posteriors import count_forward_passes, make, normal
 from tests.support.texts import encoder_decoder
 
@@ -137,6 +145,14 @@ def test_expand_is_refused_where_a_decoder_reads_answers_of_several_tokens():
     with pytest.raises(NotImplementedError, match="a decoder reads"):
         make(writer, class_token_ids=[[3, 4], [5]], **full_rank(kfac_approx="expand"))
     make(writer, class_token_ids=[3, 5], **full_rank(kfac_approx="expand"))
+
+
+def test_what_holds_no_matrix_is_named():
+    if not hasattr(peft, "MontecloraConfig"):
+        pytest.skip("this PEFT has no MonteCLoRA")
+    model = plain_model(monteclora_config=peft.MontecloraConfig())
+    with pytest.raises(NotImplementedError, match=r"first has a \w+ among its weights"):
+        make(model)
 
 
 @pytest.mark.parametrize(
