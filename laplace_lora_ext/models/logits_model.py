@@ -188,6 +188,8 @@ class LogitsModel(nn.Module):
                 "A batch must be a mapping (with labels, to learn from), a tensor or a "
                 f"pair (X, y), not {type(batch).__name__}."
             )
+        if isinstance(y, list | tuple) and any(isinstance(each, str) for each in y):
+            raise TypeError(f"Labels must be numbers, such as those of classes: {y}.")
         return X, None if y is None else as_tensor(y).to(self.device)
 
     def positions(self, batch: Any, n_logits: int) -> Positions:

@@ -74,6 +74,8 @@ def test_labels_that_are_none_are_not_asked_for_by_predictions_alone(la, batch):
     assert (la.predict_proba(none) == expected).all()
     with pytest.raises(ValueError, match=r"No labels .*only Tensor"):
         la.model.split((batch["input_ids"], None))
+    with pytest.raises(TypeError, match=r"must be numbers.*'air'"):
+        la.fit([(batch, ["air", "plant", "air"])])
 
 
 # --- texts that a model would read in another way -------------------------------------
