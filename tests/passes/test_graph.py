@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
+from transformers import PretrainedConfig, PreTrainedModel
 
 from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.passes.graph import Graph, codewords
@@ -220,16 +221,16 @@ def test_curvature_and_covariance_are_exact(case):
     checked(adapted(run), inputs)
 
 
-class OfExperts(nn.Module):
+class OfExperts(PreTrainedModel):
     """Sends even tokens to one expert, and odd ones to another."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(PretrainedConfig())
         self.embed = nn.Embedding(VOCABULARY, 5)
         self.experts = nn.ModuleList(nn.Linear(5, 3) for _ in range(2))
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
+    def forward(self, input_ids: Tensor) -> Tensor:
+        ids, x = input_ids, self.embed(input_ids)
         rows = x.new_zeros(*ids.shape, 3)
         for remainder, expert in enumerate(self.experts):
             chosen = ids % 2 == remainder
