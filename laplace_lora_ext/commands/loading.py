@@ -43,7 +43,7 @@ from laplace_lora_ext.messages import listed, warn
 from laplace_lora_ext.models.choices import class_tokens
 from laplace_lora_ext.saving import read_state
 
-_CLASSES = ("class_names", "answers")
+_CLASSES = ("class_names", "answers")  # options that a fit depends on
 
 
 @dataclass(frozen=True)

@@ -94,16 +94,18 @@ def test_only_what_counts_is_read(eight_texts):
     model = llama_with_output_layer().eval()
     of_model = model.base_model.model
     calls = record_calls(of_model)
-    shapes, caches = [], []
-    note_shape = lambda module, args, output: shapes.append(output.shape)  # noqa: E731
-    of_model.lm_head.register_forward_hook(note_shape)
-    note_cache = lambda *_: caches.append(of_model.config.use_cache)  # noqa: E731
-    of_model.lm_head.register_forward_hook(note_cache)
+    seen = []
+
+    def note(module: object, args: object, output: Tensor) -> None:
+        seen.append((output.shape, of_model.config.use_cache))
+
+    of_model.lm_head.register_forward_hook(note)
     found = LogitsModel(model, ANSWERS)(eight_texts)
     n_rows = 8 * len(ANSWERS)
-    assert shapes == [(n_rows, MOST_TOKENS, VOCABULARY)]
+    # And no keys and values are kept.
+    assert seen == [((n_rows, MOST_TOKENS, VOCABULARY), False)]
+    assert of_model.config.use_cache
     assert calls[0]["input_ids"].shape == (n_rows, 7 + MOST_TOKENS)
-    assert (caches, of_model.config.use_cache) == ([False], True)
     # An adapter in the output layer takes part.
     expected = expected_logits(model, with_choices(eight_texts))
     assert_close(found, expected, **IN_FLOAT32)

@@ -278,10 +278,10 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path, monkeypatch
     folder = tmp_path / "killed"
     trainer_of(folder, learning_rate=0.1).train()
     train_in_stages(trainer_of(folder, learning_rate=0.1, max_steps=8))
-    # Of five steps of the first stage, for each member, and two of the second: within
-    # the first member's last training, and before the other's.
     # Up to 5.22, transformers reads no "default" that has other adapters beside it.
     monkeypatch.setattr(Trainer, "_load_from_checkpoint", lambda *_: None)
+    # Of five steps of the first stage, for each member, and two of the second: within
+    # the first member's last training, and before the other's.
     for stop, resumes in ((12, False), (2, True)):
         killed = trainer_of(folder, Stop(stop), max_steps=6)
         handler = killed.callback_handler
